@@ -132,8 +132,10 @@ def _start(asked: list[dict[str, Any]]) -> StartParts:
     comparing = sum(each["seconds"] for each in asked if each["outcome"] == UNTRACED)
     compiling = sum(each["seconds"] for each in asked) - comparing
     before = first["seconds"] - first["imports"] - first["tracing"] - asked[0]["seconds"]
-    parts = last["imports"], max(0.0, before), comparing, last["tracing"], compiling
-    return StartParts(last["seconds"], *parts, max(0.0, last["seconds"] - sum(parts)))
+    parts = max(0.0, before), comparing, last["tracing"], compiling
+    others = last["seconds"] - sum(parts)
+    imports = min(last["imports"], others)  # some import a module that calls jax
+    return StartParts(last["seconds"], imports, *parts, others - imports)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

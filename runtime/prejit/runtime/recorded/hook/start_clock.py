@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import time
+from typing import Any
 
 
 class StartClock:
@@ -27,8 +28,11 @@ class StartClock:
 
     def read(self) -> dict[str, float]:
         """Return the seconds up to now, and those of them for imports, for tracing and lowering."""
+        imports: Any = builtins.__import__  # of sitecustomize, unless the program has set its own
+        began = getattr(imports, "began", None)
         return {
             "seconds": time.clock_gettime(time.CLOCK_BOOTTIME) - self._started,
-            "imports": getattr(builtins.__import__, "seconds", 0.0),
+            "imports": getattr(imports, "seconds", 0.0)
+            + (0.0 if began is None else time.perf_counter() - began),
             "tracing": self._tracing,
         }

@@ -331,7 +331,9 @@ class _Watch:
             **now.said,
         }
         line.setdefault("where", _where())
-        reason = vars(self._thread).pop("reason", None if self._kept is None else _TRANSFORMED)
+        reason = vars(self._thread).pop("reason", None)
+        if self._kept is not None:
+            reason = reason or _TRANSFORMED
         if reason is not None:
             line["traced"] = reason
         if self._outer_call is not None:

@@ -92,21 +92,20 @@ def _time_imports() -> None:
     from _thread import get_ident
     from time import perf_counter
 
-    plain, main, is_inside = builtins.__import__, get_ident(), False
+    plain, main = builtins.__import__, get_ident()
 
     def timed(*arguments: "Any", **named: "Any") -> "Any":
-        nonlocal is_inside
-        if is_inside or get_ident() != main:
+        if spent.began is not None or get_ident() != main:
             return plain(*arguments, **named)
-        is_inside, began = True, perf_counter()
+        spent.began = perf_counter()
         try:
             return plain(*arguments, **named)
         finally:
-            is_inside = False
-            spent.seconds += perf_counter() - began
+            spent.seconds += perf_counter() - spent.began
+            spent.began = None
 
     spent: Any = timed
-    spent.seconds = 0.0
+    spent.seconds, spent.began = 0.0, None
     builtins.__import__ = timed
 
 
