@@ -170,6 +170,7 @@ def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(version
         assert after <= MOST_MEMORY * before
 
 
+@pytest.mark.thorough  # unit/server/releases has each verdict, and what becomes of requests
 def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(versions, running):
     """A release of other texts is dropped, one of the same texts shares, is taken back, and then taken."""
     old, other, same = (expected(each) for each in versions)

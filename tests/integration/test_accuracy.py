@@ -97,6 +97,7 @@ def test_a_story_is_no_more_than_one_percent_less_likely(run, stories, tmp_path,
     assert rise(run, tmp_path, stories[0], STORY, dtype, "float32") <= 0.01
 
 
+@pytest.mark.thorough  # test_encoder_bits.py has one of int4
 def test_an_encoder_in_int8_gives_other_embeddings(run, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path / "bert")

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from tests.extent import examples
+from tests.extent import cases, examples
 from tests.lettered import write_lettered
 
 from prejit.compiler import build
@@ -32,7 +32,7 @@ def lettered(tmp_path_factory):
     return base
 
 
-@pytest.fixture(scope="session", params=["itself in int8", "another model"])
+@pytest.fixture(scope="session", params=cases(["itself in int8"], others=["another model"]))
 def drafted_dir(request, make_decoder, lettered):
     draft = (
         (lettered / "model", "int8")

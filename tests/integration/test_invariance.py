@@ -214,6 +214,7 @@ def hybrid(make_decoder, tmp_path_factory):
     return load(made, on_mismatch="error")
 
 
+@pytest.mark.thorough  # tests/parity has its logits, and below its tokens depend on nothing else
 def test_a_hybrid_writes_what_torch_wrote(hybrid):
     with np.load(hybrid_cases.REFERENCE) as recorded:
         greedy = recorded[HYBRID.name].argmax(1).tolist()

@@ -90,7 +90,7 @@ def test_logits_and_greedy_tokens_equal_those_that_torch_gave(
     check(case, reference, tmp_path, with_kernels)
 
 
-@named(*t5_cases.cases(), *whisper_cases.cases()[:5])
+@named(*t5_cases.cases()[:3], *whisper_cases.cases()[:3])
 def test_the_portable_form_gives_the_same(
     case: Any, reference: dict[str, Logits], tmp_path: Path
 ) -> None:

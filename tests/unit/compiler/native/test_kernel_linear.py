@@ -403,7 +403,7 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
 @pytest.mark.parametrize(
     ("sanitizers", "ways"),
     [
-        pytest.param("address,undefined", [[], ["fork"]], id="address"),
+        pytest.param("address,undefined", [[], ["fork"]], id="address", marks=pytest.mark.thorough),
         # It does not follow a fork.
         pytest.param("thread", [[]], id="thread", marks=pytest.mark.thorough),
     ],

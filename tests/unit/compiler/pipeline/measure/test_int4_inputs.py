@@ -116,7 +116,11 @@ def test_what_was_rounded_is_not_rounded_again_and_has_equal_bytes(tmp_path, mon
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, pytest.param(MIXTURE, marks=pytest.mark.thorough)],
+    ids=["llama", "mixture"],
+)
 def test_a_text_takes_nothing_from_what_the_logits_lose(config, tmp_path):
     model, checkpoint, logits, stored = made(config, tmp_path / "model")
     found = rounded(model, checkpoint)
