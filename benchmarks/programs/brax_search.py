@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from brax import envs
 from brax.training import networks
+from jax.flatten_util import ravel_pytree
 
 env = envs.create("inverted_pendulum", backend="positional", episode_length=50, auto_reset=False)
 policy = networks.make_policy_network(
     env.action_size, env.observation_size, hidden_layer_sizes=(8,)
 )
 params = policy.init(jax.random.key(0))
-flat, unflatten = jax.flatten_util.ravel_pytree(params)
+flat, unflatten = ravel_pytree(params)
 
 
 def reward(flat, key):

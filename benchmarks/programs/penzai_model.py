@@ -12,11 +12,12 @@ model = pz.nn.Sequential(
         pz.nn.Affine.from_config("last", jax.random.key(1), {"hidden": 8}, {"out": 2}),
     ]
 )
+fixed = pz.bind_variables(*pz.unbind_params(model, freeze=True))  # with parameters that jit takes
 x = pz.nx.wrap(jax.random.normal(jax.random.key(2), (6, 4))).tag("batch", "in")
 run = jax.jit(lambda model, x: model(x))
-print(run(model, x).unwrap("batch", "out").tolist())
+print(run(fixed, x).unwrap("batch", "out").tolist())
 flat = (
-    model.select().at_instances_of(pz.nn.Elementwise).apply(lambda _: pz.nn.Elementwise(jnp.tanh))
+    fixed.select().at_instances_of(pz.nn.Elementwise).apply(lambda _: pz.nn.Elementwise(jnp.tanh))
 )
 print(run(flat, x).unwrap("batch", "out")[0].tolist())
 free, frozen = pz.unbind_params(model)

@@ -61,7 +61,11 @@ def ran(command, directory, environment=()):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
         if not setting("UNTRACED_TIMES", 1):  # compiling is most of the work
             kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-        kept |= {"PREJIT_RUNTIME_CACHE": str(directory / "unpacked"), **dict(environment)}
+        kept |= {
+            "PYTHONHASHSEED": "0",
+            "PREJIT_RUNTIME_CACHE": str(directory / "unpacked"),
+            **dict(environment),
+        }
         child = subprocess.Popen(command, stdout=out, stderr=err, cwd=directory, env=kept)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)

@@ -98,7 +98,28 @@ def test_a_value_that_holds_itself_has_a_text():
     assert text_of(value) == text_of(copy.deepcopy(value))
 
 
+def test_a_jaxpr_has_a_text_that_no_earlier_trace_changes():
+    """The function of a primitive outside jax.jit, such as `lax.scan`, holds one."""
+
+    def made(factor, size=2):
+        table = np.full(size, factor)
+        return jax.make_jaxpr(lambda x: jax.nn.relu(x * table).sum() * factor)(np.ones(size))
+
+    before = text_of(made(2.0))
+    jax.make_jaxpr(jnp.sin)(1.0)
+    assert text_of(made(2.0)) == before
+    assert text_of(made(3.0)) != before
+    assert text_of(made(2.0, 3)) != before
+
+
 Pair = namedtuple("Pair", "left right")
+
+
+class Sorted(tuple):
+    __slots__ = ()
+
+    def __new__(cls, text):
+        return super().__new__(cls, sorted(text))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -134,7 +155,9 @@ def moved(tree, call=None, there=None):
 
 
 BESIDES = VALUES.map(
-    lambda value: Beside("name", (value, Mode.FAST, Pair(1, None), frozenset("ab"), Node))
+    lambda value: Beside(
+        "name", (value, Mode.FAST, Pair(1, None), Sorted("ba"), frozenset("ab"), Node)
+    )
 )
 TREES = strategies.recursive(
     strategies.just(0) | strategies.none(),

@@ -6,6 +6,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ _MAXIMUM_VALUES = 20_000
 _DEPTH = 30
 _MAXIMUM_LENGTH = 200
 """Characters of the text of an inner value; a longer one is a digest."""
+_JAXPRS = ("jax._src.core.Jaxpr", "jax._src.core.ClosedJaxpr")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 
 
@@ -78,6 +81,9 @@ class _Writer:
             return f"{value.__module__}.{value.__qualname__} of {owner}"
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             return f"{name} {_array(value)}"
+        if name in _JAXPRS:  # its variables are numbered over all traces of the process
+            plain = _ADDRESS.sub("", str(value))
+            return f"{name} {plain} {self.text(getattr(value, 'consts', None), depth)}"
         attributes = attributes_of(value)
         held = self.text(attributes, depth) if attributes else _repr_of(value)
         return f"{self.text(type(value), depth)}{held}"

@@ -124,7 +124,7 @@ def _value_json(value: Any, given: list[Any]) -> Any:
     if kind in (list, set, frozenset):
         ordered = value if kind is list else sorted(value, key=repr)
         return {kind.__name__: [_value_json(each, given) for each in ordered]}
-    if isinstance(value, tuple) and kind.__new__ in (tuple.__new__, _new_of_named_tuple(kind)):
+    if isinstance(value, tuple) and _c_class(kind) is tuple and not attributes_of(value):
         return {"tuple": [_value_json(kind, given), [_value_json(each, given) for each in value]]}
     if _is_plain_object(kind):
         state = [[key, _value_json(each, given)] for key, each in attributes_of(value).items()]
@@ -165,19 +165,18 @@ def _value(described: Any, given: Callable[[], list[Any]]) -> Any:
     raise NotKeptError(f"no value for {described}")
 
 
-def _new_of_named_tuple(kind: type) -> Any:
-    """Return the constructor of a class of named tuples, which makes tuples of its own class."""
-    return kind.__new__ if hasattr(kind, "_fields") else None
+def _c_class(kind: Any) -> Any:
+    """Return the class of C whose objects those of a class are; None: it is no class."""
+    return next((each for each in getattr(kind, "__mro__", ()) if not each.__flags__ & _HEAP), None)
 
 
 def _is_plain_object(kind: Any) -> bool:
     """Return whether objects of a class hold nothing but their attributes, as pickle would have it."""
-    base = next((each for each in getattr(kind, "__mro__", ()) if not each.__flags__ & _HEAP), None)
     own = ["__new__", "__reduce__", "__reduce_ex__"]
     own += [] if dataclasses.is_dataclass(kind) else ["__getstate__"]  # those with slots have one
     plain = all(getattr(kind, name) is getattr(object, name) for name in own)
     has_own = hasattr(kind, "__setstate__") and not dataclasses.is_dataclass(kind)
-    return base is object and plain and not has_own
+    return _c_class(kind) is object and plain and not has_own
 
 
 def _name_of(value: Any) -> list[str] | None:
