@@ -81,6 +81,8 @@ class CallRecorder:
             given = given_values(call)
         except NotKeptError as error:
             reason = str(error)
+        except Exception as error:  # of a class of the program
+            reason = f"{type(error).__name__}: {error}"
         if looks_for_nans():
             reason = "jax looks for NaNs or infinities"
         self._count += 1
@@ -131,6 +133,8 @@ class CallRecorder:
             line["results"] = tree_json(compiled.tree, begun.given)
         except NotKeptError as error:
             line["reason"] = line["reason"] or str(error)
+        except Exception as error:  # of a class of the program, or of jax
+            line["reason"] = line["reason"] or f"{type(error).__name__}: {error}"
         self._write([{"called": line}])
 
     def _begun(self) -> dict[int, _Begun]:

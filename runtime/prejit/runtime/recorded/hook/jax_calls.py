@@ -267,25 +267,59 @@ def _aval_json(aval: Any) -> Json:
 
     if type(aval) is not core.ShapedArray:
         raise NotKeptError(f"it takes or returns a {type(aval).__name__}")
-    made = core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
-    if made != aval or str(made) != str(aval):
-        raise NotKeptError(f"it takes or returns {aval}")
+    mesh = aval.sharding.mesh
+    on_mesh = [] if mesh.empty else [_abstract_mesh_json(mesh)]
     implementation = getattr(aval.dtype, "_impl", None)
     if implementation is not None:
-        return [implementation.name, list(aval.shape), "key"]
-    if hasattr(aval.dtype, "_rules"):
+        described = [implementation.name, list(aval.shape), "key", *on_mesh]
+    elif hasattr(aval.dtype, "_rules"):
         raise NotKeptError(f"it takes or returns {aval}")
-    return [aval.dtype.name, list(aval.shape), "weak" if aval.weak_type else ""]
+    else:
+        kind = "weak" if aval.weak_type else ""
+        described = [aval.dtype.name, list(aval.shape), kind, *on_mesh]
+    made = _aval(described)
+    if made != aval or str(made) != str(aval):
+        raise NotKeptError(f"it takes or returns {aval}")
+    return described
+
+
+def _abstract_mesh_json(mesh: Any) -> Json:
+    device = mesh.abstract_device
+    return [
+        list(mesh.axis_names),
+        list(mesh.axis_sizes),
+        [str(each) for each in mesh.axis_types],
+        None if device is None else [device.device_kind, device.num_cores, device.platform],
+    ]
 
 
 def _aval(described: Json) -> Any:
     import jax.numpy as jnp
     from jax._src import core
+    from jax._src.mesh import AbstractDevice
     from jax._src.random import prng
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-    name, shape, kind = described
+    name, shape, kind, *on_mesh = described
     dtype = prng.KeyTy(prng.prngs[name]) if kind == "key" else jnp.dtype(name)
-    return core.ShapedArray(tuple(shape), dtype, weak_type=kind == "weak")
+    sharding = None
+    if on_mesh:  # whose axes split nothing that the type says
+        ((names, sizes, types, device),) = on_mesh
+        mesh = AbstractMesh(
+            tuple(sizes),
+            tuple(names),
+            axis_types=_axis_types(types),
+            abstract_device=device and AbstractDevice(*device),
+        )
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
+    return core.ShapedArray(tuple(shape), dtype, weak_type=kind == "weak", sharding=sharding)
+
+
+def _axis_types(texts: Sequence[str]) -> tuple[Any, ...]:
+    from jax.sharding import AxisType
+
+    kinds = {str(each): each for each in AxisType}
+    return tuple(kinds[each] for each in texts)
 
 
 def sharding_json(sharding: Any) -> Json:
@@ -294,6 +328,7 @@ def sharding_json(sharding: Any) -> Json:
     Raises:
         NotKeptError: it is of a kind that is not kept.
     """
+    from jax._src.sharding_impls import GSPMDSharding
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     if type(sharding) is SingleDeviceSharding:
@@ -316,6 +351,9 @@ def sharding_json(sharding: Any) -> Json:
                 entries,
                 sharding.memory_kind,
             ]
+    if type(sharding) is GSPMDSharding and sharding.is_fully_replicated:
+        devices = [device.id for device in sharding._device_assignment]
+        return ["everywhere", devices, sharding.memory_kind]
     raise NotKeptError(f"an array of it has the sharding {sharding}")
 
 
@@ -325,14 +363,18 @@ def _axes(entry: Any) -> Any:
 
 def _sharding(described: Json, devices: dict[int, Any]) -> Any:
     import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     if described[0] == "device":
         return SingleDeviceSharding(devices[described[1]], memory_kind=described[2])
+    if described[0] == "everywhere":
+        from jax._src.sharding_impls import GSPMDSharding
+
+        chosen = tuple(devices[id_] for id_ in described[1])
+        return GSPMDSharding.get_replicated(chosen, memory_kind=described[2])
     _, names, shape, ids, types, entries, memory = described
     grid = np.array([devices[id_] for id_ in ids], dtype=object).reshape(shape)
-    kinds = {str(each): each for each in AxisType}
-    mesh = Mesh(grid, tuple(names), axis_types=tuple(kinds[each] for each in types))
+    mesh = Mesh(grid, tuple(names), axis_types=_axis_types(types))
     return NamedSharding(mesh, PartitionSpec(*map(_axes, entries)), memory_kind=memory)
 
 

@@ -12,11 +12,14 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 _MAXIMUM_VALUES = 20_000
 """How many values one text looks at. What comes after them is left out, in every process alike."""
 _DEPTH = 30
 _MAXIMUM_LENGTH = 200
 """Characters of the text of an inner value; a longer one is a digest."""
+_MESHES = ("jax._src.mesh.Mesh", "jax._src.mesh.AbstractMesh")
 _JAXPRS = ("jax._src.core.Jaxpr", "jax._src.core.ClosedJaxpr")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
@@ -79,7 +82,12 @@ class _Writer:
         if inspect.isroutine(value):
             owner = self.text(getattr(value, "__self__", None), depth)
             return f"{value.__module__}.{value.__qualname__} of {owner}"
+        if name in _MESHES:  # what it keeps in attributes comes and goes
+            devices = [*map(str, value.devices.flat)] if name == _MESHES[0] else []
+            return f"{name} {value!r} {digest_of(repr(devices))}"
         if hasattr(value, "dtype") and hasattr(value, "shape"):
+            if value.dtype == object:  # whose bytes are places in memory
+                return f"{name} {value.shape}[{self._all(np.asarray(value).flat, depth)}]"
             return f"{name} {_array(value)}"
         if name in _JAXPRS:  # its variables are numbered over all traces of the process
             plain = _ADDRESS.sub("", str(value))
@@ -194,8 +202,6 @@ def _array(value: Any) -> str:
     """Return the type of an array, and a digest of its numbers if they are at hand."""
     text = f"{value.dtype}{list(value.shape)}"
     try:
-        import numpy as np
-
         return f"{text} {digest_of(np.asarray(value).tobytes())}"
     except Exception:  # a tracer, a deleted array, random keys, or what only looks like an array
         return text

@@ -175,7 +175,7 @@ class _Watch:
             if self._orders.recorder is not None:
                 package = _loaded("prejit.compiler.recording.hook", self._orders.recorder)
                 recorder = package.call_recorder(settings, self._take_key, self._write_all)
-                hook_calls(recorder.started, recorder.traced, recorder.ended)
+                hook_calls(*map(self._guarded, (recorder.started, recorder.traced, recorder.ended)))
             else:
                 from prejit.runtime.recorded.hook.kept_calls import KeptCalls
 
@@ -184,6 +184,17 @@ class _Watch:
                 hook_calls(self._kept.started)
         except Exception as error:
             self._fail(error)
+
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return a function whose failure the program does not see."""
+
+        def guarded(*arguments: Any) -> None:
+            try:
+                call(*arguments)
+            except Exception as error:
+                self._fail(error)
+
+        return guarded
 
     def _take_key(self) -> str | None:
         """Return the key of the program that this thread compiled or read last, and forget it."""
