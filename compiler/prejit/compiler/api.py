@@ -126,14 +126,6 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
             "takes some by position only and others by name only",
             hint="wrap it in a function that takes all by name",
         )
-    for key, value in call.static.items():
-        if type(value) not in (str, int, bool):
-            raise ManifestError(
-                f"program {name!r}: static {key!r}: expected a text, an integer or a boolean, found "
-                f"{type(value).__name__}",
-                hint=f"build a function that has the value in it: Program({name!r}, "
-                f"fn=functools.partial(function, {key}=...), args=[...])",
-            )
     by_place = len(call.placed) == len(call.arrays)
     return Program(
         name,

@@ -42,8 +42,6 @@ REPEAT = "repeat"
 """The static argument that says how many steps a call runs."""
 UNCHECKED = "unchecked"
 """In `pad` and `open_sizes`: the build does not compare what other sizes give with the function itself."""
-Static = str | int | bool
-"""The value of a static argument."""
 
 STRICT = {"strict": True, "extra": "forbid"}
 """The pydantic settings of every section: no conversions and no unknown keys."""
@@ -263,8 +261,9 @@ class Program:
         params: the first argument of the function: a pytree of arrays, or the path of a .safetensors file
             or orbax directory, relative to the manifest. None: the function takes `args` alone, or is a
             module with parameters of its own.
-        static: the values that each static argument takes: texts, integers, booleans. The function gets them
-            by name, as Python values, and there is a program for each.
+        static: the values that each static argument takes: texts, numbers, booleans, and from Python any that
+            has a hash and that another process can compare, such as frozen dataclasses, enums and functions.
+            The function gets them by name, as Python values, and there is a program for each.
         donate: names or positions of arguments whose memory the results may reuse.
         pad: variables of `buckets` that a call may have less of: arrays are padded with zeros, and results
             are cut. What the function returns for a row must not depend on padding, or it must take a mask:
@@ -293,7 +292,7 @@ class Program:
     args: Any = None
     buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     params: Any = None
-    static: Mapping[str, Sequence[Static]] = field(default_factory=dict)
+    static: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     donate: Sequence[str | int] = ()
     pad: Sequence[str] | str = ()
     mask: str | int | None = None
@@ -329,7 +328,7 @@ class Program:
         every = self.buckets if named == UNCHECKED else named
         return tuple(name for name in every if name != UNCHECKED)
 
-    def expand(self) -> tuple[tuple[dict[str, int], dict[str, Static]], ...]:
+    def expand(self) -> tuple[tuple[dict[str, int], dict[str, Any]], ...]:
         """Return every combination of bucket sizes and static values, first variable outermost."""
 
         def combinations(of: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

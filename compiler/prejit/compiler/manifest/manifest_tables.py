@@ -92,7 +92,7 @@ class ProgramTable:
     args: Any = None
     buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     params: str | None = None
-    static: dict[str, tuple[str | int | bool, ...]] = field(default_factory=dict)
+    static: dict[str, tuple[str | int | bool | float, ...]] = field(default_factory=dict)
     donate: tuple[str | int, ...] = ()
     pad: tuple[str, ...] | Literal["unchecked"] = ()
     mask: str | int | None = None
@@ -349,7 +349,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         "static": {
             "additionalProperties": {
                 "type": "array",
-                "items": {"type": ["string", "integer", "boolean"]},
+                "items": {"type": ["string", "number", "boolean"]},
                 "minItems": 1,
                 "uniqueItems": True,
             }

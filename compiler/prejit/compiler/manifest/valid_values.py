@@ -15,7 +15,7 @@ KeyPath = tuple[str | int, ...]
 """The keys and places that lead to a value of a manifest."""
 
 SIZES = "a list of different positive integers such as [1, 8]"
-STATIC = 'a list of different texts, integers or booleans such as ["fast", "exact"]'
+STATIC = 'a list of different texts, numbers or booleans such as ["fast", "exact"]'
 SHARDING = 'a list with "data", "tensor" or "" for each dimension, each axis once'
 READS = 'a list of paths and glob patterns such as ["vocab.txt", "data/*.json"]'
 SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
@@ -89,7 +89,7 @@ _EXPECTED = {
     "program[].buckets.*[]": SIZE,
     "program[].static": 'a table such as { mode = ["fast", "exact"] }',
     "program[].static.*": STATIC,
-    "program[].static.*[]": "a text, an integer or a boolean",
+    "program[].static.*[]": "a text, a number or a boolean",
     "program[].donate": "a list of names or positions of arguments",
     "program[].donate[]": "the name or the position of an argument",
     "program[].pad": 'a list of variables of buckets, or "unchecked"',

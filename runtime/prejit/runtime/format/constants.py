@@ -102,7 +102,7 @@ Constant = str | int | bool | None | EncodedConstant
 
 def encode(value: object) -> Constant:
     """Return any object as a constant. Equal constants have equal text, in every process."""
-    if value is None or type(value) in (str, int, bool):
+    if value is None or type(value) in (str, int, bool, EncodedConstant):
         kept: Constant = value  # type: ignore[assignment]
         return kept
     return described(value)
@@ -127,6 +127,11 @@ def same(one: Constant, other: Constant) -> bool:
     """Return whether two constants are equal for sure. True is not 1."""
     is_unknown = isinstance(one, EncodedConstant) and one.is_unknown
     return type(one) is type(other) and one == other and not is_unknown
+
+
+def shown(constant: Constant) -> str:
+    """Return a constant for a message."""
+    return str(constant) if isinstance(constant, EncodedConstant) else repr(constant)
 
 
 def decode(constant: Constant) -> Any:

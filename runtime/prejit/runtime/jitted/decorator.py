@@ -135,7 +135,8 @@ def jit(
         bundle: a bundle of `load`, or its path, which the first call loads.
         name: of the program in the bundle; None: the function's own.
         on_miss: what a call does that no program fits. `compile`: jax compiles it. `error`: raise.
-        static_argnums: as for jax.jit. Values must be texts, integers or booleans for a program to fit.
+        static_argnums: as for jax.jit. A program fits if it was built with an equal value, such as a frozen
+            dataclass with equal fields.
         static_argnames: the same, by name.
         donate_argnums: as for jax.jit. The program must donate the same arguments.
         donate_argnames: the same, by name.

@@ -11,8 +11,9 @@ from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import jax_settings
 from prejit.runtime.device.jax_arrays import DELETED, default_device, is_jax_array, misplaced
 from prejit.runtime.device.transfer import dtype_of
-from prejit.runtime.format import trees
+from prejit.runtime.format import constants, trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.constants import Constant
 from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
@@ -174,17 +175,20 @@ def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
 
 
 def _compare_static(
-    program: str, expected: Mapping[str, Any], call: JittedCall, defaults: Mapping[str, Any]
+    program: str, expected: Mapping[str, Constant], call: JittedCall, defaults: Mapping[str, Any]
 ) -> None:
     """Compare static values. One that the call or the program does not give is the parameter's default."""
-    nothing = object()
+    given = {**defaults, **call.static}
     for name in (*expected, *(call.static.keys() - expected.keys())):
-        wanted = expected.get(name, defaults.get(name, nothing))
-        value = call.static.get(name, defaults.get(name, nothing))
-        if type(value) is not type(wanted) or value != wanted:
-            expected_text = "none" if wanted is nothing else arguments.described(wanted)
-            found = "none" if value is nothing else instead(wanted, value)
-            raise MissError("static", f"{program}: {name}: expected {expected_text}, found {found}")
+        place = f"{program}: {name}: expected"
+        if name not in given:
+            raise MissError("static", f"{place} {constants.shown(expected[name])}, found none")
+        if name not in expected and name not in defaults:
+            raise MissError("static", f"{place} none, found {arguments.described(given[name])}")
+        wanted = expected[name] if name in expected else constants.encode(defaults[name])
+        if not constants.same(wanted, constants.encode(given[name])):
+            found = instead(wanted, given[name])
+            raise MissError("static", f"{place} {constants.shown(wanted)}, found {found}")
 
 
 def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> None:
