@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from prejit.compiler import build, program
-from prejit.runtime import jit, load
-from prejit.runtime.errors import FallbackWarning
+from prejit.runtime import UsageError, jit, load
+from prejit.runtime.errors import FallbackWarning, ManifestError
 
 X = jnp.arange(4.0)
 
@@ -191,3 +191,152 @@ def test_a_method_whose_object_is_static(tmp_path, build_cache):
     path = build(program(example, ByIdentity(3), X), tmp_path, cache=build_cache, quiet=True).path
     assert bundled(3) == ((X * 3).tolist(), 1)
     assert bundled(4) == ((X * 4).tolist(), 0)
+
+
+AXES = ("dp", "fsdp", "tp")
+AUTO = (jax.sharding.AxisType.Auto,) * 3
+
+
+def split_step(state, x):
+    hidden = x @ state["w"]
+    return {"w": state["w"] + 1, "step": state["step"] + 1}, hidden.sum(1)
+
+
+def split_options(mesh):
+    """Return options of jax.jit for `split_step` on a mesh with the axes AXES."""
+
+    def on(*axes):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+    state = {"w": on("fsdp", "tp"), "step": on()}
+    rows = on(("dp", "fsdp"))
+    return {"in_shardings": (state, rows), "out_shardings": (state, rows), "donate_argnums": 0}
+
+
+def split_state():
+    return {"w": jnp.ones((4, 8)), "step": jnp.zeros((), jnp.int32)}
+
+
+ON_A_MESH = """
+import json, sys, warnings
+sys.path[:0] = {path!r}
+import jax, jax.numpy as jnp
+from {name} import AUTO, AXES, build, jit, program, split_options, split_state, split_step, twice
+from prejit.runtime.errors import BuildError
+
+warnings.simplefilter("ignore")
+X = jnp.arange(16.0).reshape(4, 4)
+report = {{}}
+auto = jax.make_mesh((2, 1, 2), AXES, axis_types=AUTO)
+options = split_options(auto)
+
+
+def compare(case, given, state, x):
+    function, plain = jit(split_step, bundle=sys.argv[1], **given), jax.jit(split_step, **given)
+    found, expected = function(split_state(), x), plain(state, x)
+    found, expected = function(*found[:1], x), plain(*expected[:1], x)
+    same = jax.tree.map(lambda a, b: a.sharding == b.sharding and (a == b).all().item(), found, expected)
+    report[case] = [*function.stats().loaded], [*function.stats().compiled], all(jax.tree.leaves(same))
+
+
+compare("as built", options, split_state(), X)
+state, rows = options["in_shardings"]
+compare("other results", options | {{"out_shardings": (state, state["step"])}}, split_state(), X)
+donated = {{"donate_argnums": 0}}
+compare("no shardings", donated, split_state(), X)
+turned = jax.make_mesh((2, 1, 2), AXES, axis_types=AUTO, devices=jax.devices()[::-1])
+compare("other devices", split_options(turned), split_state(), X)
+explicit = jax.make_mesh((2, 1, 2), AXES)
+with jax.set_mesh(explicit):
+    compare("set mesh", donated, split_state(), X)
+typed = jax.device_put(X, jax.sharding.NamedSharding(explicit, rows.spec))
+compare("explicit", donated, split_state(), typed)
+
+
+def constrained(x):
+    return jax.lax.with_sharding_constraint(x * 2, rows)
+
+
+for function in (constrained, jax.pmap(twice)):
+    try:
+        build(program(function, X), sys.argv[2], cache=sys.argv[3], quiet=True)
+    except BuildError as error:
+        assert "a function for 1 device, found one for 4: it names a mesh" in str(error), error
+    else:
+        raise AssertionError(function)
+print(json.dumps(report))
+"""
+
+
+def test_shardings_of_jit_on_a_mesh_with_any_axes(tmp_path, build_cache, python):
+    mesh = jax.sharding.AbstractMesh((2, 1, 2), AXES, axis_types=AUTO)
+    jitted = jax.jit(split_step, **split_options(mesh))
+    made = program(jitted, split_state(), "float32[4,4]")
+    assert str(made.mesh) == "dp=2 fsdp=1 tp=2"
+    whole = {"0.w": ("fsdp", "tp"), "result.0.w": ("fsdp", "tp")}
+    assert made.shardings == {**whole, "1": ("dp+fsdp",), "result.1": ("dp+fsdp",)}
+    path = build(made, tmp_path, cache=build_cache, quiet=True).path
+    code = ON_A_MESH.format(path=sys.path, name=__name__)
+    said = python(
+        code, path, tmp_path, build_cache, XLA_FLAGS="--xla_force_host_platform_device_count=4"
+    )
+    report = json.loads(said.stdout.splitlines()[-1])
+    loaded, compiled, is_same = report.pop("as built")
+    assert (loaded, compiled, is_same) == (["split_step"], [], True)
+    expected = {
+        "other results": "out_shardings: 2: expected NamedSharding",
+        "no shardings": "",
+        "other devices": "in_shardings: 0: expected NamedSharding",
+        "set mesh": "expected the axes dp=2 fsdp=1 tp=2 of the type Auto",
+        "explicit": "expected a mesh whose axes are of the type Auto",
+    }
+    assert report.keys() == expected.keys()
+    for case, (_, compiled, is_same) in report.items():
+        assert expected[case] in "; ".join(compiled), case
+        assert is_same or case == "no shardings", case
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda: jax.jit(use, compiler_options={"xla_cpu_enable_fast_math": True}),
+            "without compiler_options",
+        ),
+        (
+            lambda: jax.jit(use, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+            "NamedSharding",
+        ),
+        (
+            lambda: jax.jit(use, **_split((2,), jax.sharding.AxisType.Explicit)),
+            "axes are of the type Auto",
+        ),
+        (lambda: jax.jit(use, **_split((1,), AUTO[0])), "mesh of several devices"),
+        (
+            lambda: jax.jit(
+                use, **_split((2,), AUTO[0]), out_shardings=_split((4,), AUTO[0])["in_shardings"]
+            ),
+            "one mesh",
+        ),
+    ],
+)
+def test_what_jit_was_given_and_no_bundle_has_is_refused(make, expected):
+    with pytest.raises(ManifestError, match=f"program 'use': .*{expected}"):
+        program(make(), X, X)
+
+
+def _split(sizes, kind):
+    mesh = jax.sharding.AbstractMesh(sizes, ("tp",), axis_types=(kind,))
+    return {"in_shardings": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))}
+
+
+def test_options_of_jit(loaded):
+    function = jit(
+        use, bundle=loaded, name="float", static_argnames="c", keep_unused=True, inline=True
+    )
+    np.testing.assert_array_equal(function(X, 0.5), X / 2)
+    assert function.stats().loaded == ("float/c=0.5",)
+    with pytest.raises(
+        UsageError, match=r"in_shardings, out_shardings, .*; found compiler_options"
+    ):
+        jit(use, bundle=loaded, compiler_options={})

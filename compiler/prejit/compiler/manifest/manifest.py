@@ -3,17 +3,14 @@
     [bundle]      BundleTable        name, license
     [model]       Model              source, or module, params, reads and impure; dtype,
                                      accuracy, evaluation; it needs one of the next two
-    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source,
-                                     images
+    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source, images
     [draft]       DraftTable         source, dtype: a smaller model that guesses tokens
     [adapters]    AdapterSlots       slots, rank, targets
-    [encode]      Encode             shapes, images
-                                     heads,
+    [encode]      Encode             shapes, images, heads,
                                      answers: an AnswersTable, how a causal model scores
-    [mesh]        Mesh               data, tensor: several devices run one program
-    [[program]]   Program            name, function, args, buckets, params, static, donate,
-                                     pad, mask, open_sizes, repeat,
-                                     carry, shardings, reads, impure
+    [mesh]        Mesh               data, tensor, axes: several devices run one program
+    [[program]]   Program            name, function, args, buckets, params, static, donate, pad,
+                                     mask, open_sizes, repeat, carry, shardings, reads, impure
                                      check: a ProgramCheck, reference results
     [[library]]   Library            path, handlers, targets: native code that programs call
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
@@ -277,14 +274,15 @@ class Program:
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             `carry`. A call chooses one by the static argument `repeat`; each has a program of its own.
         carry: names or positions of the arguments that a repeated function returns anew.
-        shardings: for arrays that a mesh splits, the mesh axis of each dimension (`data`, `tensor`, or ""),
-            by the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays
-            below that path are split so. All others are whole on every device.
+        shardings: for arrays that a mesh splits, the mesh axis of each dimension, "a+b" for two, or "", by
+            the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays below
+            that path are split so. All others are whole on every device.
         reads: files that the function reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
         impure: whether the function may read the clock or draw random numbers without a seed while it is
             traced, because the program does not depend on them. Otherwise that is an error.
         check: results that the build compares with; None: those of its own executable alone are known.
+        mesh: in Python alone, the mesh of `shardings`; None: that of the manifest.
     """
 
     name: str
@@ -303,6 +301,7 @@ class Program:
     reads: Sequence[str] = ()
     impure: bool = False
     check: ProgramCheck | None = None
+    mesh: Mesh | None = None
 
     @property
     def is_file(self) -> bool:
@@ -412,8 +411,18 @@ class Manifest:
         or library is as good as a list of one. See the attributes.
 
         Raises:
-            ManifestError: a target does not exist.
+            ManifestError: a target does not exist, or the mesh is no Mesh.
         """
+        if mesh is not None and not isinstance(mesh, Mesh):
+            hint = "Mesh(data=2, tensor=4), or with other axes Mesh.of(fsdp=2, tp=4)"
+            raise ManifestError(f"mesh: expected a Mesh, found {mesh!r}", hint=hint)
+        listed_programs = _listed(programs, Program)
+        for program in listed_programs:
+            if isinstance(program, Program) and program.mesh is not None:
+                if mesh not in (None, program.mesh):
+                    found = f"{mesh} and, of program {program.name!r}, {program.mesh}"
+                    raise ManifestError(f"mesh: expected one mesh, found {found}")
+                mesh = program.mesh
         for name, value in {
             "bundle": BundleTable(bundle) if isinstance(bundle, str) else bundle,
             "model": model,
@@ -423,7 +432,7 @@ class Manifest:
             "encode": encode,
             "slo": slo,
             "mesh": mesh if mesh is not None and mesh.size > 1 else None,
-            "programs": _listed(programs, Program),
+            "programs": listed_programs,
             "libraries": _listed(libraries, Library),
             "path": path,
         }.items():

@@ -58,12 +58,14 @@ class MeshTable:
     Attributes:
         data: rows of devices; each works on its own part of a batch.
         tensor: columns of devices; each holds its own part of the weights and of the KV cache.
+        axes: names and sizes of the axes in their place, outermost first, for the user's functions.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
     data: int = 1
     tensor: int = 1
+    axes: dict[str, int] | None = None
 
 
 # `documented` takes the meaning of the keys that are not listed here from `Program`.
@@ -319,7 +321,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             "required": ["yes"],
         },
     },
-    "mesh": {name: {"minimum": 1} for name in ("data", "tensor")},
+    "mesh": {name: {"minimum": 1} for name in MESH_AXES},
     "slo": {
         each.name: {"pattern": SHARE_PATTERN} if each.name in DEFAULT_SHARES else {"minimum": 1}
         for each in fields(ReleaseLimits)
@@ -342,7 +344,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         "shardings": {
             "additionalProperties": {
                 "type": "array",
-                "items": {"enum": ["", *MESH_AXES]},
+                "items": {"type": "string"},
                 "minItems": 1,
             }
         },

@@ -249,6 +249,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
     for program in manifest.programs:
         table = {**_fields(program), "args": _args(program.args), "static": _static(program)}
         function = table.pop("fn")
+        del table["mesh"]
         if not isinstance(function, str):
             function = _CALLABLE if callable(function) else repr(function)
         params = program.params if isinstance(program.params, str) else None
@@ -263,7 +264,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "bundle": asdict(manifest.bundle),
             "model": None if manifest.model is None else _model_data(manifest.model),
             **{name: asdict(value) for name in _OF_DATA if (value := getattr(manifest, name))},
-            "mesh": None if mesh is None else {"data": mesh.data, "tensor": mesh.tensor},
+            "mesh": None if mesh is None else {"axes": mesh.sizes} if mesh.axes else mesh.sizes,
             "program": programs or None,
             "library": [asdict(library) for library in manifest.libraries] or None,
             "target": [{"name": target.name} for target in manifest.targets],
@@ -354,9 +355,13 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _mesh(table: Any) -> Mesh | None:
-    if table is None or min(table.data, table.tensor) < 1:
+    if table is None:
         return None
-    return Mesh(table.data, table.tensor) if table.data * table.tensor > 1 else None
+    axes = table.axes and tuple(f"{name}={size}" for name, size in table.axes.items())
+    with suppress(ValueError):  # a mistake, which is reported
+        mesh = Mesh(table.data, table.tensor, axes)
+        return mesh if mesh.size > 1 else None
+    return None
 
 
 def _targets(

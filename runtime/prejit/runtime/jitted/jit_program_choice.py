@@ -148,6 +148,10 @@ def _fit(
             committed |= bool(value.committed)
         elif value.committed:  # one that may move will be
             wanted = programs.device.sharding(array.sharding)
+            axes: Any = getattr(getattr(value.sharding, "mesh", None), "axis_types", ())
+            if any(kind.name != "Auto" for kind in axes):
+                found = f"expected a mesh whose axes are of the type Auto, found {value.sharding}"
+                raise MissError("device", f"{spell(at)}: {found}, by which jax types results")
             if not value.sharding.is_equivalent_to(wanted, value.ndim):
                 text = f"expected it split as {wanted}, found {value.sharding}"
                 raise MissError("device", f"{spell(at)}: {text}")

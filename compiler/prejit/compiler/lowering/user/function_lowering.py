@@ -156,6 +156,12 @@ def lower_function(
         exported, refused = _export_where_possible(function, values, wanted, options)
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
+    if exported.nr_devices != (count := 1 if mesh is None else mesh.size):
+        raise BuildError(
+            f"{what}: expected a function for {count} device{'s' * (count > 1)}, found one for "
+            f"{exported.nr_devices}: it names a mesh of its own, as in jax.pmap, shard_map or a constraint",
+            hint="let the [mesh] of the manifest, or the shardings of jax.jit, have that mesh and its axes",
+        )
     with user.modules.tracing(what):
         portable = _refined(exported.mlir_module_serialized)
     symbolic = None
