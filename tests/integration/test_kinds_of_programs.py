@@ -8,11 +8,14 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.training.train_state import TrainState
 
 from prejit.compiler import build, program
 from prejit.runtime import UsageError, jit, load
@@ -191,6 +194,77 @@ def test_a_method_whose_object_is_static(tmp_path, build_cache):
     path = build(program(example, ByIdentity(3), X), tmp_path, cache=build_cache, quiet=True).path
     assert bundled(3) == ((X * 3).tolist(), 1)
     assert bundled(4) == ((X * 4).tolist(), 0)
+
+
+class Layer(eqx.Module):
+    weight: Any
+    activation: Any = eqx.field(static=True)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed:
+    def __init__(self, values, about):
+        self.values, self.about = values, about
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("values"), self.values),), self.about
+
+    @classmethod
+    def tree_unflatten(cls, about, children):
+        return cls(children[0], about)
+
+
+def train_step(state, x):
+    def loss(params):
+        return (state.apply_fn({"params": params}, x) ** 2).mean()
+
+    return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+
+def keyed_step(keyed, x):
+    return {"next": Keyed(keyed.values + x, keyed.about), "new": Keyed(x, ("new", 2.5))}
+
+
+def layer_step(layer, x):
+    return eqx.tree_at(lambda each: each.weight, layer, layer.activation(layer.weight) + x)
+
+
+def adam_step(state, x):
+    return optax.adam(1e-2).update(x, state)
+
+
+def first_train_state():
+    dense = linen.Dense(4)
+    params = dense.init(jax.random.key(0), X)["params"]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    return TrainState.create(apply_fn=dense.apply, params=params, tx=tx)
+
+
+REGISTERED = {
+    "train_step": (train_step, first_train_state),
+    "keyed_step": (keyed_step, lambda: Keyed(X, Config(activation=twice))),
+    "layer_step": (layer_step, lambda: Layer(X, lambda v: v * 2)),
+    "adam_step": (adam_step, lambda: optax.adam(1e-2).init(X)),
+}
+
+
+@pytest.fixture(scope="module")
+def registered_bundle(tmp_path_factory, build_cache):
+    programs = [program(function, make(), X) for function, make in REGISTERED.values()]
+    output = tmp_path_factory.mktemp("registered")
+    return build(programs, output, name="registered", cache=build_cache, quiet=True).path
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_results_of_registered_classes_need_no_trace(registered_bundle, name):
+    function, make = REGISTERED[name]
+    given, jitted = make(), jit(function, bundle=registered_bundle, on_miss="error")
+    found, expected = jitted(given, X), jax.jit(function)(given, X)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    assert (jitted.stats().loaded, jitted.stats().traced) == ((name,), ())
+    if name != "adam_step":
+        jitted(found["next"] if name == "keyed_step" else found, X)  # it is a next argument
 
 
 AXES = ("dp", "fsdp", "tp")

@@ -9,6 +9,7 @@ A constant is JSON. Text, integers, true, false and null stand for themselves, a
     ["name","module:name"]              a function or class that a module has by this name
     ["digest","module:name",DIGEST]     another object of a class, or a function: digest of what it is made of
     ["unknown","module:name"]           an object that only its own process can compare
+    ["argument",VALUE]                  in results: the object that VALUE stands for in the arguments
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class EncodedConstant:
                 return f"{name} ({digest[7:15]})"
             case ["unknown", name]:
                 return str(name)
+            case ["argument", value]:
+                return str(EncodedConstant(dumps(value)))
         try:
             text = repr(decode(self))
         except LookupError:
@@ -121,6 +124,11 @@ def described(value: object) -> EncodedConstant:
         for function, digest in walk.outer.items():
             _functions.setdefault(function, digest)
     return EncodedConstant(text)
+
+
+def of_argument(constant: EncodedConstant) -> EncodedConstant:
+    """Return what stands in results for a constant of the arguments."""
+    return EncodedConstant(dumps(["argument", json.loads(constant.text)]))
 
 
 def same(one: Constant, other: Constant) -> bool:
@@ -188,6 +196,8 @@ def _is_valid(plain: Any) -> bool:
             )
         case ["enum", str(name), str()] | ["name" | "unknown", str(name)]:
             return _NAME.fullmatch(name) is not None
+        case ["argument", value]:
+            return _is_valid(value)
         case ["digest", str(name), str(digest)]:
             return bool(_NAME.fullmatch(name) and re.fullmatch("sha256:[0-9a-f]{64}", digest))
         case _:

@@ -19,7 +19,7 @@ from typing import Any
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import constants, trees
-from prejit.runtime.format.constants import EncodedConstant, shown
+from prejit.runtime.format.constants import Constant, EncodedConstant, shown
 from prejit.runtime.format.trees import Key, Leaf, Node, Path, Tree
 
 
@@ -269,6 +269,15 @@ def constants_misfit(tree: Node, value: Any, at: Path) -> str:
             unknown = cause * (isinstance(found, EncodedConstant) and found.is_unknown)
             return f"{spell(place)}: expected {shown(kept)}, found {shown(found)}{unknown}"
     return ""
+
+
+def constant_values(tree: Node, value: Any) -> Iterator[tuple[Constant, Any]]:
+    """Yield each constant of a node with what a value has in its place."""
+    for name, kept in tree.constants:
+        if hasattr(value, name):
+            yield kept, getattr(value, name)
+    if tree.aux is not None and _is_compared(tree) and (level := _one_level(value)) is not None:
+        yield tree.aux, level[1]
 
 
 def _one_level(value: Any) -> tuple[Sequence[Any], Any] | None:

@@ -56,6 +56,7 @@ from prejit.runtime.device.portable import version_of
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.constants import encode
 from prejit.runtime.machine.fingerprint import PLATFORMS
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def lower_function(
     }
     call = _with_static(user, program, spec, section)
     returned: list[Arrays] = []
+    constants = [*taken.constants, *((encode(value), value) for value in spec.static.values())]
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
 
     def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
@@ -108,7 +110,8 @@ def lower_function(
         result = call(weights, *args, **kwargs)
         found = [jnp.asarray(leaf) for leaf in jax.tree.leaves(result)]
         if not returned:
-            returned.append(arrays_of(Example(result, [*map(_shape_of, found)]), f"{what}: result"))
+            shapes = [*map(_shape_of, found)]
+            returned.append(arrays_of(Example(result, shapes), f"{what}: result", given=constants))
         return list(map(_as_data, found))
 
     values = (user.weights, *map(data_shape, leaves))
