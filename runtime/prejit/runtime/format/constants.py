@@ -126,6 +126,11 @@ def described(value: object) -> EncodedConstant:
     return EncodedConstant(text)
 
 
+def forget_functions() -> None:
+    """Look at functions anew: jax traces them again, with what they close over by then."""
+    _functions.clear()
+
+
 def of_argument(constant: EncodedConstant) -> EncodedConstant:
     """Return what stands in results for a constant of the arguments."""
     return EncodedConstant(dumps(["argument", json.loads(constant.text)]))

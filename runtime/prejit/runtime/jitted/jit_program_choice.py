@@ -106,6 +106,7 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
             f"the bundle has no program {name!r}{did_you_mean(name, known)}; its programs are: "
             + (", ".join(known) or "none"),
         )
+    constants.forget_functions()  # this call has a new signature, for which jax would trace
     misses: list[MissError] = []
     for program in buckets:
         try:
