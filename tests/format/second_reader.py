@@ -105,6 +105,10 @@ def read_target(bundle, descriptor):
             layers[kind] = blob(bundle, layer)
     mesh = config.get("mesh")
     sizes = {} if mesh is None else {"data": mesh["data"], "tensor": mesh["tensor"]}
+    if mesh is not None and "axes" in mesh:
+        assert set(sizes.values()) == {1}
+        sizes = {name: int(size) for name, size in (axis.split("=") for axis in mesh["axes"])}
+        assert len(sizes) == len(mesh["axes"])
     devices = math.prod(sizes.values())
     assert all(size >= 1 for size in sizes.values())
     assert devices <= 4096
@@ -530,7 +534,7 @@ def check_requirement(needs):
 def parse_argument(text, mesh):
     path, end = json.JSONDecoder().raw_decode(text)
     found = re.fullmatch(
-        r" (?:weak )?(\w+)\[([\d,]*)\]( donated)?(?: @([a-z,]+))?(?: ~([\w,]+))?", text[end:]
+        r" (?:weak )?(\w+)\[([\d,]*)\]( donated)?(?: @([\w+,]+))?(?: ~([\w,]+))?", text[end:]
     )
     assert found
     shape = [int(size) for size in found[2].split(",") if size]
@@ -540,13 +544,14 @@ def parse_argument(text, mesh):
 
 
 def parse_split(text, shape, mesh):
-    """One axis of the mesh, or nothing, for each dimension; it divides what it splits."""
+    """Axes of the mesh, or nothing, for each dimension; together they divide what they split."""
     axes = text.split(",")
-    assert len(axes) == len(shape)
-    used = [axis for axis in axes if axis]
-    assert used
-    assert len(set(used)) == len(used)
-    assert all(size % mesh[axis] == 0 for axis, size in zip(axes, shape, strict=True) if axis)
+    used = [axis.split("+") if axis else [] for axis in axes]
+    assert any(used)
+    names = [axis for each in used for axis in each]
+    assert len(set(names)) == len(names)
+    for size, each in zip(shape, used, strict=True):
+        assert size % math.prod(mesh[axis] for axis in each) == 0
     return axes
 
 

@@ -25,7 +25,7 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
 from prejit.runtime.format import bundle_schema
-from prejit.runtime.format.arrays import Mesh, parse_sharding
+from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks import oci
@@ -39,6 +39,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifests
 from prejit.runtime.format.root import read_root
+from prejit.runtime.format.shardings import parse_sharding
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 

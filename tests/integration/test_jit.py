@@ -79,6 +79,10 @@ def train(state, x):
     return state.replace(params=state.params - state.apply(state.params, x).mean())
 
 
+def renewed(state, x):
+    return train(state, x).replace(apply=scaled_by(3))
+
+
 def weak(x, rate):
     return {"x": x * rate, "rate": rate * 2}
 
@@ -118,6 +122,7 @@ def bundle_path(tmp_path_factory, build_cache):
         program(step, first_state(), x),
         program(train, first_trained(), x),
         Program("closed", fn=train, args=[Trained(jnp.ones((4, 2)), scaled_by(2)), x]),
+        program(renewed, Trained(jnp.ones((4, 2)), scaled_by(3)), x),
         program(weak, jnp.ones(4), 0.5),
         program(jax.jit(accumulate, donate_argnums=0), jnp.ones(1024), jnp.ones(1024)),
         program(difference, Metrics(jnp.ones(2), jnp.ones(2))),
@@ -313,14 +318,20 @@ def test_functions_without_a_name_are_compared_by_what_they_are_made_of(events, 
     expected = jax.jit(train)(state, x)
     events.clear()
     found = closed(state, x)
-    assert BACKEND_COMPILE not in events
-    assert TRACE in events
-    assert closed.stats().traced == ("closed",)
+    assert events == []
     assert found.apply is state.apply
     same(found, expected)
     with pytest.raises(UsageError, match=r"\['apply'\]: expected .*scaled_by.*, found .*scaled_by"):
         closed(state.replace(apply=scaled_by(3)), x)
-    changed = strict(lambda state, x: x, name="closed")
+    # A function that is made anew is another one, and only a trace makes it.
+    state, jitted = state.replace(apply=scaled_by(3)), strict(renewed)
+    found = jitted(state, x)
+    assert BACKEND_COMPILE not in events
+    assert TRACE in events
+    assert jitted.stats().traced == ("renewed",)
+    assert found.apply is not state.apply
+    same(found.params, jax.jit(renewed)(state, x).params)
+    changed = strict(lambda state, x: x, name="renewed")
     with pytest.raises(UsageError, match="it has changed since the build"):
         changed(state, x)
 

@@ -13,6 +13,7 @@ from typing import Any
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
+from prejit.compiler.lowering.user.jit_shardings import jitted_split
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed
@@ -86,7 +87,7 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
         build(program(score, params, x))
 
     The program's name is the function's, or the name that `prejit.runtime.jit` looks for. Static and donated
-    arguments are those that `prejit.runtime.jit` or jax.jit was given.
+    arguments, and shardings on a mesh, are those that `prejit.runtime.jit` or jax.jit was given.
 
     Args:
         function: a function, or what `prejit.runtime.jit` or jax.jit returned.
@@ -95,7 +96,8 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
         **kwargs: the same, by name.
 
     Raises:
-        ManifestError: the function does not take these arguments, or has no name.
+        ManifestError: the function does not take these arguments, or has no name; or jax.jit has options that
+            no bundle has, such as compiler_options.
     """
     static: Chosen = (None, None)
     donated: Chosen = (None, None)
@@ -126,15 +128,11 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
             "takes some by position only and others by name only",
             hint="wrap it in a function that takes all by name",
         )
-    for key, value in call.static.items():
-        if type(value) not in (str, int, bool):
-            raise ManifestError(
-                f"program {name!r}: static {key!r}: expected a text, an integer or a boolean, found "
-                f"{type(value).__name__}",
-                hint=f"build a function that has the value in it: Program({name!r}, "
-                f"fn=functools.partial(function, {key}=...), args=[...])",
-            )
     by_place = len(call.placed) == len(call.arrays)
+    names: list[str | int] = [*range(len(call.arrays))] if by_place else [*call.arrays]
+    mesh, split = None, dict[str, tuple[str, ...]]()
+    if jitted is not None:
+        mesh, split = jitted_split(jitted.options, names, f"program {name!r}")
     return Program(
         name,
         fn=getattr(function, "__wrapped__", function) if jitted is not None else function,
@@ -145,6 +143,8 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
             for place, key in enumerate(call.arrays)
             if key in call.donated
         ],
+        shardings=split,
+        mesh=mesh,
     )
 
 

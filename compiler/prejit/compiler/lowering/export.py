@@ -22,7 +22,7 @@ from prejit.compiler.models.layers.kernel_calls import Operand, linear
 from prejit.compiler.models.layers.linear import dot
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.native.products import KERNEL, KERNEL_CALLS, Product
-from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
+from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.machine.fingerprint import PLATFORMS
 
 
@@ -59,13 +59,15 @@ def export_with(
 
 def abstract_mesh(mesh: Mesh) -> AbstractMesh:
     """Return a mesh of devices that this machine need not have."""
-    sizes = (mesh.data, mesh.tensor)
-    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+    sizes = mesh.sizes
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def sharding_on(mesh: AbstractMesh, axes: Sequence[str]) -> NamedSharding:
-    """Return the sharding of an array whose dimensions are split along these axes, `""` for none."""
-    return NamedSharding(mesh, PartitionSpec(*(axis or None for axis in axes)))
+    """Return the sharding of an array whose dimensions are split so: `a+b` by two axes, `""` by none."""
+    dimensions = (tuple(axis.split("+")) if axis else None for axis in axes)
+    return NamedSharding(mesh, PartitionSpec(*dimensions))
 
 
 def export_on(

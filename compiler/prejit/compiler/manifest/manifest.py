@@ -3,17 +3,14 @@
     [bundle]      BundleTable        name, license
     [model]       Model              source, or module, params, reads and impure; dtype,
                                      accuracy, evaluation; it needs one of the next two
-    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source,
-                                     images
+    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source, images
     [draft]       DraftTable         source, dtype: a smaller model that guesses tokens
     [adapters]    AdapterSlots       slots, rank, targets
-    [encode]      Encode             shapes, images
-                                     heads,
+    [encode]      Encode             shapes, images, heads,
                                      answers: an AnswersTable, how a causal model scores
-    [mesh]        Mesh               data, tensor: several devices run one program
-    [[program]]   Program            name, function, args, buckets, params, static, donate,
-                                     pad, mask, open_sizes, repeat,
-                                     carry, shardings, reads, impure
+    [mesh]        Mesh               data, tensor, axes: several devices run one program
+    [[program]]   Program            name, function, args, buckets, params, static, donate, pad,
+                                     mask, open_sizes, repeat, carry, shardings, reads, impure
                                      check: a ProgramCheck, reference results
     [[library]]   Library            path, handlers, targets: native code that programs call
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
@@ -42,8 +39,6 @@ REPEAT = "repeat"
 """The static argument that says how many steps a call runs."""
 UNCHECKED = "unchecked"
 """In `pad` and `open_sizes`: the build does not compare what other sizes give with the function itself."""
-Static = str | int | bool
-"""The value of a static argument."""
 
 STRICT = {"strict": True, "extra": "forbid"}
 """The pydantic settings of every section: no conversions and no unknown keys."""
@@ -263,8 +258,9 @@ class Program:
         params: the first argument of the function: a pytree of arrays, or the path of a .safetensors file
             or orbax directory, relative to the manifest. None: the function takes `args` alone, or is a
             module with parameters of its own.
-        static: the values that each static argument takes: texts, integers, booleans. The function gets them
-            by name, as Python values, and there is a program for each.
+        static: the values that each static argument takes: texts, numbers, booleans, and from Python any that
+            has a hash and that another process can compare, such as frozen dataclasses, enums and functions.
+            The function gets them by name, as Python values, and there is a program for each.
         donate: names or positions of arguments whose memory the results may reuse.
         pad: variables of `buckets` that a call may have less of: arrays are padded with zeros, and results
             are cut. What the function returns for a row must not depend on padding, or it must take a mask:
@@ -278,14 +274,15 @@ class Program:
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             `carry`. A call chooses one by the static argument `repeat`; each has a program of its own.
         carry: names or positions of the arguments that a repeated function returns anew.
-        shardings: for arrays that a mesh splits, the mesh axis of each dimension (`data`, `tensor`, or ""),
-            by the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays
-            below that path are split so. All others are whole on every device.
+        shardings: for arrays that a mesh splits, the mesh axis of each dimension, "a+b" for two, or "", by
+            the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays below
+            that path are split so. All others are whole on every device.
         reads: files that the function reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
         impure: whether the function may read the clock or draw random numbers without a seed while it is
             traced, because the program does not depend on them. Otherwise that is an error.
         check: results that the build compares with; None: those of its own executable alone are known.
+        mesh: in Python alone, the mesh of `shardings`; None: that of the manifest.
     """
 
     name: str
@@ -293,7 +290,7 @@ class Program:
     args: Any = None
     buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     params: Any = None
-    static: Mapping[str, Sequence[Static]] = field(default_factory=dict)
+    static: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     donate: Sequence[str | int] = ()
     pad: Sequence[str] | str = ()
     mask: str | int | None = None
@@ -304,6 +301,7 @@ class Program:
     reads: Sequence[str] = ()
     impure: bool = False
     check: ProgramCheck | None = None
+    mesh: Mesh | None = None
 
     @property
     def is_file(self) -> bool:
@@ -329,7 +327,7 @@ class Program:
         every = self.buckets if named == UNCHECKED else named
         return tuple(name for name in every if name != UNCHECKED)
 
-    def expand(self) -> tuple[tuple[dict[str, int], dict[str, Static]], ...]:
+    def expand(self) -> tuple[tuple[dict[str, int], dict[str, Any]], ...]:
         """Return every combination of bucket sizes and static values, first variable outermost."""
 
         def combinations(of: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -413,8 +411,18 @@ class Manifest:
         or library is as good as a list of one. See the attributes.
 
         Raises:
-            ManifestError: a target does not exist.
+            ManifestError: a target does not exist, or the mesh is no Mesh.
         """
+        if mesh is not None and not isinstance(mesh, Mesh):
+            hint = "Mesh(data=2, tensor=4), or with other axes Mesh.of(fsdp=2, tp=4)"
+            raise ManifestError(f"mesh: expected a Mesh, found {mesh!r}", hint=hint)
+        listed_programs = _listed(programs, Program)
+        for program in listed_programs:
+            if isinstance(program, Program) and program.mesh is not None:
+                if mesh not in (None, program.mesh):
+                    found = f"{mesh} and, of program {program.name!r}, {program.mesh}"
+                    raise ManifestError(f"mesh: expected one mesh, found {found}")
+                mesh = program.mesh
         for name, value in {
             "bundle": BundleTable(bundle) if isinstance(bundle, str) else bundle,
             "model": model,
@@ -424,7 +432,7 @@ class Manifest:
             "encode": encode,
             "slo": slo,
             "mesh": mesh if mesh is not None and mesh.size > 1 else None,
-            "programs": _listed(programs, Program),
+            "programs": listed_programs,
             "libraries": _listed(libraries, Library),
             "path": path,
         }.items():

@@ -24,13 +24,11 @@ from prejit.compiler.manifest.valid_values import (
     DTYPES,
     MAX_DRAFT,
     SHAPES,
-    SHARDING,
     SIZES,
     STATIC,
     KeyPath,
     expected,
 )
-from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED, DRAFT
 
@@ -95,6 +93,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _repeated_names(programs)
     yield from _library_problems(data, directory)
     yield from _mesh_problems(data)
+    yield from section_checks.axis_problems(data)
     yield from section_checks.slo_problems(data)
     yield from _number_problems(data)
 
@@ -336,12 +335,6 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield ("mask",), f"expected an argument, one of {', '.join(args)}; found {shown(mask)}"
     for inside, problem in _check_problems(program, directory):
         yield ("check", *inside), problem
-    for place, axes in table(program.get("shardings")).items():
-        if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
-            continue  # pydantic reports it
-        named = [axis for axis in axes if axis]
-        if not set(named) <= set(MESH_AXES) or len(set(named)) < len(named) or not named:
-            yield ("shardings", place), wrong(SHARDING, axes)
 
 
 def _check_problems(program: dict[str, Any], directory: Path) -> Problems:

@@ -58,12 +58,14 @@ class MeshTable:
     Attributes:
         data: rows of devices; each works on its own part of a batch.
         tensor: columns of devices; each holds its own part of the weights and of the KV cache.
+        axes: names and sizes of the axes in their place, outermost first, for the user's functions.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
     data: int = 1
     tensor: int = 1
+    axes: dict[str, int] | None = None
 
 
 # `documented` takes the meaning of the keys that are not listed here from `Program`.
@@ -92,7 +94,7 @@ class ProgramTable:
     args: Any = None
     buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     params: str | None = None
-    static: dict[str, tuple[str | int | bool, ...]] = field(default_factory=dict)
+    static: dict[str, tuple[str | int | bool | float, ...]] = field(default_factory=dict)
     donate: tuple[str | int, ...] = ()
     pad: tuple[str, ...] | Literal["unchecked"] = ()
     mask: str | int | None = None
@@ -319,7 +321,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             "required": ["yes"],
         },
     },
-    "mesh": {name: {"minimum": 1} for name in ("data", "tensor")},
+    "mesh": {name: {"minimum": 1} for name in MESH_AXES},
     "slo": {
         each.name: {"pattern": SHARE_PATTERN} if each.name in DEFAULT_SHARES else {"minimum": 1}
         for each in fields(ReleaseLimits)
@@ -342,14 +344,14 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         "shardings": {
             "additionalProperties": {
                 "type": "array",
-                "items": {"enum": ["", *MESH_AXES]},
+                "items": {"type": "string"},
                 "minItems": 1,
             }
         },
         "static": {
             "additionalProperties": {
                 "type": "array",
-                "items": {"type": ["string", "integer", "boolean"]},
+                "items": {"type": ["string", "number", "boolean"]},
                 "minItems": 1,
                 "uniqueItems": True,
             }

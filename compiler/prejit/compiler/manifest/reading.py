@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -23,9 +23,11 @@ from prejit.compiler.manifest.manifest_tables import (
 from prejit.compiler.manifest.valid_values import KeyPath
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
+from prejit.runtime.base import arguments
 from prejit.runtime.base.wording import nearest_path
 from prejit.runtime.errors import ManifestError, StoreError
 from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.format.constants import described
 
 _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 _KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*'""")
@@ -189,6 +191,7 @@ def check_manifest(manifest: Manifest) -> Manifest:
     problems: list[tuple[KeyPath, str]] = []
     sections = _sections(_as_data(manifest), manifest.directory, problems)
     _repeated_targets([target.name for target in manifest.targets], problems)
+    problems += _static_problems(manifest.programs)
     if problems:
         raise _manifest_error(manifest.where, {}, problems)
     checked = zip(manifest.programs, sections.get("program", ()), strict=True)
@@ -244,8 +247,9 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
     """Return a manifest as tomllib returns one."""
     programs = []
     for program in manifest.programs:
-        table = {**_fields(program), "args": _args(program.args)}
+        table = {**_fields(program), "args": _args(program.args), "static": _static(program)}
         function = table.pop("fn")
+        del table["mesh"]
         if not isinstance(function, str):
             function = _CALLABLE if callable(function) else repr(function)
         params = program.params if isinstance(program.params, str) else None
@@ -260,7 +264,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "bundle": asdict(manifest.bundle),
             "model": None if manifest.model is None else _model_data(manifest.model),
             **{name: asdict(value) for name in _OF_DATA if (value := getattr(manifest, name))},
-            "mesh": None if mesh is None else {"data": mesh.data, "tensor": mesh.tensor},
+            "mesh": None if mesh is None else {"axes": mesh.sizes} if mesh.axes else mesh.sizes,
             "program": programs or None,
             "library": [asdict(library) for library in manifest.libraries] or None,
             "target": [{"name": target.name} for target in manifest.targets],
@@ -277,6 +281,45 @@ def _model_data(model: Model) -> dict[str, Any]:
     if not isinstance(model.params, str):
         data["params"] = None
     return data
+
+
+def _static(program: Program) -> Any:
+    """Return the static values of a program as tomllib returns them: a text for what TOML cannot write."""
+    if not isinstance(program.static, dict):
+        return program.static
+    return {
+        name: [each if type(each) in _OF_TOML else described(each).text for each in values]
+        if isinstance(values, list | tuple)
+        else values
+        for name, values in program.static.items()
+    }
+
+
+_OF_TOML = (str, int, bool, float)
+
+
+def _static_problems(programs: Sequence[Program]) -> Iterator[tuple[KeyPath, str]]:
+    """Find static values that jax.jit does not take, or that no other process could compare."""
+    for place, program in enumerate(programs):
+        for name, values in program.static.items() if isinstance(program.static, dict) else ():
+            for index, value in enumerate(values if isinstance(values, list | tuple) else ()):
+                wanted = ""
+                try:
+                    hash(value)
+                except Exception:  # of the value's own code
+                    wanted = "a value that Python hashes, as jax.jit does"
+                if not wanted and described(value).is_unknown:
+                    wanted = (
+                        "a value that another process can compare, such as a frozen dataclass, an enum or a "
+                        "function of a module"
+                    )
+                if wanted:
+                    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+                    found = f"{arguments.described(value)}, a {kind}"
+                    yield (
+                        ("program", place, "static", name, index),
+                        f"expected {wanted}; found {found}",
+                    )
 
 
 def _args(args: Any) -> Any:
@@ -312,9 +355,13 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _mesh(table: Any) -> Mesh | None:
-    if table is None or min(table.data, table.tensor) < 1:
+    if table is None:
         return None
-    return Mesh(table.data, table.tensor) if table.data * table.tensor > 1 else None
+    axes = table.axes and tuple(f"{name}={size}" for name, size in table.axes.items())
+    with suppress(ValueError):  # a mistake, which is reported
+        mesh = Mesh(table.data, table.tensor, axes)
+        return mesh if mesh.size > 1 else None
+    return None
 
 
 def _targets(

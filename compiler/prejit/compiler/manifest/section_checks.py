@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ from prejit.compiler.manifest.valid_values import (
     MAX_PACKED,
     MAX_RANK,
     MAX_SLOTS,
+    SHARDING,
     KeyPath,
     expected,
 )
+from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.format.release_limits import DEFAULT_SHARES, fraction_of
 
 
@@ -128,6 +131,29 @@ def slo_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
                 yield ("slo", name), wrong(expected(f"slo.{name}"), value)
         elif type(value) is int and value < 1:
             yield ("slo", name), wrong(expected(f"slo.{name}"), value)
+
+
+def axis_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Find what is wrong with the axes of a mesh, and with shardings along them."""
+    mesh = table(data.get("mesh"))
+    axes = mesh.get("axes")
+    if axes is not None and ({*MESH_AXES} & mesh.keys() or "generate" in data):
+        problem = "expected none beside data, tensor or [generate]: data and tensor split a decoder"
+        yield ("mesh", "axes"), problem
+    for name, size in table(axes).items():
+        is_size = type(size) is int and size > 0
+        if not is_size or not re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII):
+            yield ("mesh", "axes", name), wrong(expected("mesh.axes"), {name: size})
+    known = (*table(axes),) or MESH_AXES
+    programs = data.get("program")
+    for index, program in enumerate(programs if isinstance(programs, list) else ()):
+        for place, split in table(table(program).get("shardings")).items():
+            if not isinstance(split, list) or not all(isinstance(axis, str) for axis in split):
+                continue  # pydantic reports it
+            named = [axis for dimension in split for axis in dimension.split("+") if axis]
+            if not {*named} <= {*known} or len({*named}) < len(named) or not named:
+                wanted = f"{SHARDING}; the axes are {', '.join(known)}"
+                yield ("program", index, "shardings", place), wrong(wanted, split)
 
 
 def wrong(wanted: str, found: Any, guess: str = "") -> str:

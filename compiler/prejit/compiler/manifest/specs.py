@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.manifest.manifest import REPEAT
 from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL, encoder_bucket_name
+from prejit.runtime.format.constants import EncodedConstant, described
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED, DRAFT
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ProgramSpec:
     kind: str
     bucket: dict[str, int]
     section: str = ""
-    static: dict[str, str | int | bool] = field(default_factory=dict)
+    static: dict[str, Any] = field(default_factory=dict)
     mask: str = ""
     pad: tuple[str, ...] = ()
     open_sizes: tuple[str, ...] = ()
@@ -65,9 +66,7 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
         for bucket, static in program.expand():
             # `n4`, and `n2=4`: not `n24`.
             sized = [f"{name}{'=' * name[-1:].isdigit()}{size}" for name, size in bucket.items()]
-            sized += [
-                f"{name}={spelled[name, type(static[name]), static[name]]}" for name in static
-            ]
+            sized += [f"{name}={spelled[name, described(value)]}" for name, value in static.items()]
             name = f"{program.name}/{'-'.join(sized)}" if sized else program.name
             mask = "" if program.mask is None else str(program.mask)
             specs.append(
@@ -85,24 +84,27 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     return tuple(specs)
 
 
-def _spelled(program: Program) -> dict[tuple[str, type, str | int | bool], str]:
-    """Return each static value as the names of programs have it, by its argument, its type and itself.
+def _spelled(program: Program) -> dict[tuple[str, EncodedConstant], str]:
+    """Return each static value as the names of programs have it, by its argument and itself.
 
     It is written as it is, or as its place where it has other characters. All values of an argument are
     places where that gives one text twice, as for "1" beside 1.
     """
-    found: dict[tuple[str, type, str | int | bool], str] = {}
+    found: dict[tuple[str, EncodedConstant], str] = {}
     repeat = {REPEAT: program.repeat} if program.repeat else {}
     for name, values in {**program.static, **repeat}.items():
         texts = [
-            str(value) if re.fullmatch(r"[\w.+]{1,32}", str(value)) else str(place)
+            str(value) if type(value) in _SPELLED and _NAME.fullmatch(str(value)) else str(place)
             for place, value in enumerate(values)
         ]
         if len({*texts}) < len(texts):
             texts = [str(place) for place in range(len(values))]
-        # By type, because 1 == True.
-        found |= {(name, type(v), v): text for v, text in zip(values, texts, strict=True)}
+        found |= {(name, described(v)): text for v, text in zip(values, texts, strict=True)}
     return found
+
+
+_SPELLED = (str, int, bool, float)
+_NAME = re.compile(r"[\w.+]{1,32}")
 
 
 def decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:

@@ -15,8 +15,10 @@ KeyPath = tuple[str | int, ...]
 """The keys and places that lead to a value of a manifest."""
 
 SIZES = "a list of different positive integers such as [1, 8]"
-STATIC = 'a list of different texts, integers or booleans such as ["fast", "exact"]'
-SHARDING = 'a list with "data", "tensor" or "" for each dimension, each axis once'
+STATIC = 'a list of different texts, numbers or booleans such as ["fast", "exact"]'
+SHARDING = (
+    'a list with an axis of the mesh, "a+b" for two, or "" for each dimension, each axis once'
+)
 READS = 'a list of paths and glob patterns such as ["vocab.txt", "data/*.json"]'
 SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
 MAX_DRAFT = 64
@@ -89,7 +91,7 @@ _EXPECTED = {
     "program[].buckets.*[]": SIZE,
     "program[].static": 'a table such as { mode = ["fast", "exact"] }',
     "program[].static.*": STATIC,
-    "program[].static.*[]": "a text, an integer or a boolean",
+    "program[].static.*[]": "a text, a number or a boolean",
     "program[].donate": "a list of names or positions of arguments",
     "program[].donate[]": "the name or the position of an argument",
     "program[].pad": 'a list of variables of buckets, or "unchecked"',
@@ -103,7 +105,7 @@ _EXPECTED = {
     "program[].carry[]": "the name or the position of an argument",
     "program[].shardings": 'a table such as { x = ["data", ""] }',
     "program[].shardings.*": SHARDING,
-    "program[].shardings.*[]": '"data", "tensor" or ""',
+    "program[].shardings.*[]": 'an axis of the mesh, "a+b" for two, or ""',
     "program[].params": "the path of a .safetensors file or of an orbax directory",
     "program[].reads": READS,
     "program[].reads[]": "a path or a glob pattern",
@@ -137,7 +139,8 @@ _EXPECTED = {
         else "an integer of 1 or more"
         for each in fields(ReleaseLimits)
     },
-    "mesh": "a [mesh] table with data and tensor",
+    "mesh": "a [mesh] table with data and tensor, or axes",
+    "mesh.axes": "a table of names and sizes such as { fsdp = 2, tp = 4 }",
     **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
     **{f"generate.{name}": SIZES for name in _BUCKETS},
     **{f"generate.{name}[]": SIZE for name in _BUCKETS},

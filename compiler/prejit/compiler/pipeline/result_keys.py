@@ -85,7 +85,7 @@ def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
             ("cache_dtype", cache_dtype(manifest)),
             ("longest context", str(longest_context(manifest))),
             ("longest source", str(longest_source(manifest))),
-            ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
+            ("mesh", "none" if mesh is None else str(mesh)),
             ("matrices", model.matrices),
             *_adapters(manifest, spec),
             *model.configuration,

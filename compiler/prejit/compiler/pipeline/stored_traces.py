@@ -107,7 +107,7 @@ def function_section(
     return (
         ("function", str(program.fn) if file is None else file_digest(str(file))),
         *((name, _as_text(value)) for name, value in said.items()),
-        ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
+        ("mesh", "none" if mesh is None else str(mesh)),
         ("handlers", " ".join(handlers)),
         ("platforms", " ".join(sorted({*platforms}))),
         *_files(manifest, program, present),

@@ -10,6 +10,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
+from prejit.runtime.format.constants import EncodedConstant
 from prejit.runtime.programs.usage_hint import functions_of
 
 _WIDTH = 90
@@ -45,7 +46,9 @@ def _rows(
     static: dict[str, list[str]] = {}
     for program in programs:
         for key, value in check_static(program, where).items():
-            static.setdefault(key, []).append(json.dumps(value))
+            static.setdefault(key, []).append(
+                str(value) if isinstance(value, EncodedConstant) else json.dumps(value)
+            )
     for key, values in static.items():
         yield title, key, shortened(" or ".join(dict.fromkeys(values)), _WIDTH)
         title = ""

@@ -86,15 +86,16 @@ def mesh_sharding(
 ) -> Any:
     """Return jax's sharding of arrays over a mesh.
 
-    `grid` holds the devices, in rows and columns; `split` names for each dimension of an array the axis that
-    splits it, or `""`.
+    `grid` holds the devices; `split` names for each dimension of an array the axis that splits it, `a+b` for
+    two, or `""`.
     """
     with importing:
         with process_facts.importing():
             import jax  # noqa: F401
             from jax._src import mesh, partition_spec, sharding_impls
 
-        spec = partition_spec.PartitionSpec(*(axis or None for axis in split))
+        dimensions = (tuple(axis.split("+")) if "+" in axis else axis or None for axis in split)
+        spec = partition_spec.PartitionSpec(*dimensions)
         return sharding_impls.NamedSharding(mesh.Mesh(grid, axis_names), spec)
 
 

@@ -55,8 +55,13 @@ class Dispatch:
     @property
     def donated(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """The places and the names of donated arguments, which jax completed."""
-        key = self._state["global_cache_key"]
+        key = self.options
         return tuple(key.donate_argnums or ()), tuple(key.donate_argnames or ())
+
+    @property
+    def options(self) -> Any:
+        """jax's record of the options of jax.jit that decide an executable (JitGlobalCppCacheKeys)."""
+        return self._state["global_cache_key"]
 
     def function(self, jitted: Any, miss: Callable[..., Missed]) -> Any:
         """Return a function as the jitted one that calls another function for a new signature."""

@@ -25,7 +25,7 @@ from prejit.runtime.device.transfer import (
     to_numpy,
 )
 from prejit.runtime.errors import BuildError, ExecutableError, PrejitError, UsageError
-from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
+from prejit.runtime.format.arrays import Array, Mesh
 
 
 @final
@@ -169,8 +169,8 @@ class Device:
             if self.mesh is None:
                 known = _jax_parts.single_sharding(self._all[0])
             else:
-                grid = np.array(self._all).reshape(self.mesh.data, self.mesh.tensor)
-                known = _jax_parts.mesh_sharding(grid, MESH_AXES, split)
+                grid = np.array(self._all).reshape(*self.mesh.sizes.values())
+                known = _jax_parts.mesh_sharding(grid, tuple(self.mesh.sizes), split)
             self._shardings[split] = known
         return known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from dataclasses import dataclass
 
@@ -33,15 +34,14 @@ class Array:
         ["tokens"] int32[8,128] ~batch,length
         ["rate"] weak float32[]
 
-    A table of hundreds of programs is read in milliseconds, because only the texts of programs that run are
-    parsed.
+    A load parses only the texts of programs that run, because a table may have hundreds of programs.
 
     Attributes:
         path: the path of the leaf in the pytree, outermost key first; an integer is an index of a sequence.
         dtype: NumPy's name of the dtype (`float32`, `bfloat16`, `int32`, ...).
         shape: the shape, in elements.
         donated: whether the program reuses the argument's memory; the caller must not use it again.
-        sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
+        sharding: the mesh axis that splits each dimension, `""` for none, `a+b` for two; empty: none is.
         variables: the bucket variable that each dimension follows, `""` for none. A caller's array may have
             another size there. Empty: every dimension is fixed.
         weak: whether jax's type of it is weak, as that of a Python number: it does not decide the dtype of a
@@ -75,13 +75,17 @@ class Array:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             path, end = json.JSONDecoder().raw_decode(text)
             match = re.fullmatch(
-                r" (weak )?([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([a-z,]+))?"
+                r" (weak )?([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([A-Za-z0-9_+,]+))?"
                 r"(?: ~([A-Za-z0-9_,]+))?",
                 text[end:],
             )
             if match is not None and all(type(key) in (str, int) for key in path):
                 shape = tuple(map(int, match[3].split(","))) if match[3] else ()
-                split = parse_sharding(match[5] or "", len(shape))
+                split: tuple[str, ...] = ()
+                if match[5]:  # a load without a mesh imports no more
+                    from prejit.runtime.format.shardings import parse_sharding
+
+                    split = parse_sharding(match[5], len(shape))
                 padded = tuple(match[6].split(",")) if match[6] else ()
                 if (
                     match[2] in DTYPES
@@ -97,51 +101,55 @@ class Array:
         return array
 
 
-def parse_sharding(text: str, dimensions: int) -> tuple[str, ...]:
-    """Return a sharding from its text: `data,tensor,,` has four dimensions. Empty text: nothing is split.
-
-    Raises:
-        ValueError: an axis is unknown or comes twice, or the number of dimensions is wrong.
-    """
-    if not text:
-        return ()
-    axes = tuple(text.split(","))
-    named = [axis for axis in axes if axis]
-    known = set(named) <= set(MESH_AXES) and len(set(named)) == len(named)
-    if len(axes) != dimensions or not named or not known:
-        raise ValueError(
-            f"expected a mesh axis or none for each of {dimensions} dimensions, {text!r:.80}"
-        )
-    return axes
-
-
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The devices that a program runs on, in rows and columns.
+    """The devices that a program runs on, in rows and columns, or along axes of other names.
 
     Attributes:
         data: rows; each works on its own part of a batch.
         tensor: columns; each holds its own part of the weights and of the KV cache.
+        axes: other axes in place of both, outermost first, such as `fsdp=2`; None: data and tensor.
     """
 
     data: int
     tensor: int
+    axes: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """Return a mesh with these axes, outermost first: `Mesh.of(fsdp=2, tp=4)`."""
+        return cls(1, 1, tuple(f"{name}={size}" for name, size in sizes.items()))
 
     def __post_init__(self) -> None:
-        if self.data < 1 or self.tensor < 1:
-            raise ValueError(
-                f"mesh: expected sizes of 1 or more, found {self.data} x {self.tensor}"
-            )
+        axes = self.axes or (f"data={self.data}", f"tensor={self.tensor}")
+        known = {axis.partition("=")[0] for axis in axes if _AXIS.fullmatch(axis)}
+        both = self.axes is not None and (self.data, self.tensor) != (1, 1)
+        if len(known) < len(axes) or self.axes == () or both:
+            raise ValueError(f"mesh: expected each axis once, sizes of 1 or more, found {self!r}")
+
+    def __str__(self) -> str:
+        return " ".join(self.axes or (f"{self.data} x {self.tensor}",))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes by name, outermost first."""
+        if self.axes is None:
+            return {"data": self.data, "tensor": self.tensor}
+        return {name: int(size) for name, _, size in (axis.partition("=") for axis in self.axes)}
 
     @property
     def size(self) -> int:
         """Return the number of devices."""
-        return self.data * self.tensor
+        return math.prod(self.sizes.values())
+
+    def parts(self, split: str) -> int:
+        """Return into how many parts axes split a dimension: `fsdp`, `fsdp+tp`, or `""`; 0: it lacks one."""
+        return math.prod(self.sizes.get(axis, 0) for axis in split.split("+") if axis)
 
 
+_AXIS = re.compile(r"[A-Za-z_]\w{0,63}=[1-9]\d{0,9}", re.ASCII)
 MESH_AXES = ("data", "tensor")
-"""The names of the axes of a mesh, rows first."""
-
+"""The names of the axes of a mesh of a decoder, rows first."""
 
 RECIPE = 1
 """The version of the recipe by which arguments and samples are made (programs/golden_inputs.py). A reader

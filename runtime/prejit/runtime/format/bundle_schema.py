@@ -135,7 +135,7 @@ class ProgramEntry:
         cost_microseconds: time of one run, measured or estimated at build time; None: not known.
         kernels: True if the executable calls kernels, whose library is registered before it; else None.
         arguments_tree, results_tree: how a `call` nests them, as `trees.to_text` writes it; else None.
-        static: the values of static arguments by name, each as JSON; None: it has none.
+        static: the values of static arguments by name, each the JSON of a constant; None: it has none.
         pad: variables of the bucket that a caller may have less of; None: there are none.
         symbolic: frame in the portable pack of the program for any `open_sizes`; None: there is none.
         open_sizes: variables of the bucket that a call may give other sizes; the reader compiles for them.

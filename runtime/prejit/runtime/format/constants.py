@@ -9,6 +9,7 @@ A constant is JSON. Text, integers, true, false and null stand for themselves, a
     ["name","module:name"]              a function or class that a module has by this name
     ["digest","module:name",DIGEST]     another object of a class, or a function: digest of what it is made of
     ["unknown","module:name"]           an object that only its own process can compare
+    ["argument",VALUE]                  in results: the object that VALUE stands for in the arguments
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class EncodedConstant:
                 return f"{name} ({digest[7:15]})"
             case ["unknown", name]:
                 return str(name)
+            case ["argument", value]:
+                return str(EncodedConstant(dumps(value)))
         try:
             text = repr(decode(self))
         except LookupError:
@@ -102,7 +105,7 @@ Constant = str | int | bool | None | EncodedConstant
 
 def encode(value: object) -> Constant:
     """Return any object as a constant. Equal constants have equal text, in every process."""
-    if value is None or type(value) in (str, int, bool):
+    if value is None or type(value) in (str, int, bool, EncodedConstant):
         kept: Constant = value  # type: ignore[assignment]
         return kept
     return described(value)
@@ -123,10 +126,25 @@ def described(value: object) -> EncodedConstant:
     return EncodedConstant(text)
 
 
+def forget_functions() -> None:
+    """Look at functions anew: jax traces them again, with what they close over by then."""
+    _functions.clear()
+
+
+def of_argument(constant: EncodedConstant) -> EncodedConstant:
+    """Return what stands in results for a constant of the arguments."""
+    return EncodedConstant(dumps(["argument", json.loads(constant.text)]))
+
+
 def same(one: Constant, other: Constant) -> bool:
     """Return whether two constants are equal for sure. True is not 1."""
     is_unknown = isinstance(one, EncodedConstant) and one.is_unknown
     return type(one) is type(other) and one == other and not is_unknown
+
+
+def shown(constant: Constant) -> str:
+    """Return a constant for a message."""
+    return str(constant) if isinstance(constant, EncodedConstant) else repr(constant)
 
 
 def decode(constant: Constant) -> Any:
@@ -183,6 +201,8 @@ def _is_valid(plain: Any) -> bool:
             )
         case ["enum", str(name), str()] | ["name" | "unknown", str(name)]:
             return _NAME.fullmatch(name) is not None
+        case ["argument", value]:
+            return _is_valid(value)
         case ["digest", str(name), str(digest)]:
             return bool(_NAME.fullmatch(name) and re.fullmatch("sha256:[0-9a-f]{64}", digest))
         case _:

@@ -20,12 +20,15 @@ from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, U
 from prejit.runtime.fallback_reporting import count_axis
 from prejit.runtime.jitted.jit_call import Parameters
 from prejit.runtime.jitted.jit_program_choice import Fit, MissError, find
+from prejit.runtime.jitted.jit_shardings import check_shardings, is_set
 from prejit.runtime.jitted.returned import Returned, from_bundle, from_trace
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
+_OPTIONS = ("in_shardings", "out_shardings", "keep_unused", "inline")
+"""Further options of jax.jit that `jit` takes."""
 _UNGUARDED = {None, "allow"}
 """Values of jax_transfer_guard that neither refuse nor log transfers."""
 
@@ -85,6 +88,7 @@ def jit(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> JitFunction[P, R]: ...
 
 
@@ -98,6 +102,7 @@ def jit(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
@@ -111,6 +116,7 @@ def jit(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> Any:
     """Return a function like `jax.jit(fun)` that takes its executables from a bundle where they fit.
 
@@ -123,9 +129,9 @@ def jit(
     fits, jax compiles the function, with one FallbackWarning that says what differs; `fallback_counts` counts
     it. Inside other transformations of jax (`grad`, `vmap`, `jit`, `scan`) it is the jitted function alone.
 
-    The function is traced, not compiled, where the bundle does not hold all of the results: arguments or
-    results have classes other than list, tuple, dict, named tuples and dataclasses, or constant fields
-    that a bundle cannot hold, such as functions without a name.
+    The function is traced, not compiled, where the bundle does not hold all of the results: they have a class
+    that is like dict or not imported, or a constant that is none of the arguments' and that a bundle cannot
+    hold, such as a function without a name.
 
     The bundle runs the function as it was when it was built: build again after a change. A call does not
     fit if constants in its arguments, such as static fields of dataclasses, are not those of the build.
@@ -135,10 +141,13 @@ def jit(
         bundle: a bundle of `load`, or its path, which the first call loads.
         name: of the program in the bundle; None: the function's own.
         on_miss: what a call does that no program fits. `compile`: jax compiles it. `error`: raise.
-        static_argnums: as for jax.jit. Values must be texts, integers or booleans for a program to fit.
+        static_argnums: as for jax.jit. A program fits if it was built with an equal value, such as a frozen
+            dataclass with equal fields.
         static_argnames: the same, by name.
         donate_argnums: as for jax.jit. The program must donate the same arguments.
         donate_argnames: the same, by name.
+        **options: in_shardings and out_shardings, which a program must have too, and keep_unused and inline,
+            as for jax.jit.
 
     Raises:
         UsageError: an argument is wrong. At a call: no program fits, and on_miss is `error`.
@@ -148,7 +157,13 @@ def jit(
     """
     arguments.choice("on_miss", on_miss, ("compile", "error"))
     source = bundle if isinstance(bundle, Bundle) else arguments.path("bundle", bundle)
-    options = {
+    if unknown := options.keys() - _OPTIONS:
+        raise UsageError(
+            f"jit: expected of jax.jit {', '.join(_OPTIONS)} and what is static or donated; found "
+            f"{min(unknown)}",
+            hint="a [[target]] of the manifest says for which device to compile, and its xla_flags how",
+        )
+    options |= {
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
         "donate_argnums": donate_argnums,
@@ -195,6 +210,7 @@ class _Jitted(OneProcess):
             static=(options["static_argnums"], options["static_argnames"]),
             donated=(options["donate_argnums"], options["donate_argnames"]),
         )
+        self._shardings = options.get("in_shardings"), options.get("out_shardings")
         self._jitted = jax.jit(function, **options)
         self._dispatch = _jit_dispatch.Dispatch.of(self._jitted)
         self._lock = threading.Lock()
@@ -253,6 +269,7 @@ class _Jitted(OneProcess):
                     self._by_name.add(form)
                 return self.function(*ordered[0], **ordered[1]), None, False
             returned = self._returned(bundle, fit, args, kwargs)
+            check_shardings(bundle.on_jax, fit, call, self._shardings, returned.structure)
             try:
                 bundle.on_jax.executable(fit.program.name)
             except AnswerError as error:  # known to compute wrong numbers on this machine
@@ -297,6 +314,11 @@ class _Jitted(OneProcess):
                 raise MissError(
                     "mesh", "jax.set_mesh has set a mesh, and its programs run on one device"
                 )
+        elif not is_set(mesh, set_mesh := jax.sharding.get_abstract_mesh()):
+            raise MissError(
+                "mesh",
+                f"expected the axes {mesh} of the type Auto, found {set_mesh}, which jax.set_mesh has set",
+            )
         elif (found := len(jax.devices(bundle.on_jax.platform))) < mesh.size:
             raise MissError("mesh", f"expected {mesh.size} devices for its mesh, found {found}")
         elif jax.process_count() > 1:
@@ -313,7 +335,7 @@ class _Jitted(OneProcess):
         """Return what the results are made into, by the bundle if it tells, else by tracing the function."""
         programs, name = bundle.on_jax.programs, fit.program.name
         tree = programs.results_tree(name)
-        if fit.is_exact and (known := from_bundle(tree)) is not None:
+        if fit.is_exact and (known := from_bundle(tree, fit.constants)) is not None:
             return known
         returned = from_trace(self._jitted.trace(*args, **kwargs), tree, programs.results(name))
         with self._lock:

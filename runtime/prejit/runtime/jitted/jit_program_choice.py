@@ -11,17 +11,22 @@ from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import jax_settings
 from prejit.runtime.device.jax_arrays import DELETED, default_device, is_jax_array, misplaced
 from prejit.runtime.device.transfer import dtype_of
-from prejit.runtime.format import trees
+from prejit.runtime.format import constants, trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
-from prejit.runtime.programs.pytree import constants_misfit, spell
+from prejit.runtime.programs.pytree import constant_values, constants_misfit, spell
 
 AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
 """What a call and a program may differ in, in the order in which they are compared."""
 _SHOWN = 3
 """Maximum number of programs whose difference a message shows."""
+
+
+_DIFFERENT = object()
+"""In place of an object: there are several, of which a result could have each."""
 
 
 class MissError(Exception):
@@ -47,6 +52,7 @@ class Fit:
         arrays: the arguments in the program's order, random keys as their data.
         order: the names of the call's arguments in the order that the program takes.
         committed: whether an argument is committed to its device, and so the results are.
+        constants: the objects that constants of the program stand for, by their text.
         is_exact: whether the bundle tells all of the results: no argument is of a class like dict, which the
             results could be of too.
     """
@@ -55,6 +61,7 @@ class Fit:
     arrays: tuple[Any, ...]
     order: tuple[str, ...]
     committed: bool
+    constants: Mapping[str, Any]
     is_exact: bool
 
 
@@ -65,10 +72,22 @@ class _Leaves:
     Attributes:
         found: each leaf, with the program's.
         has_likes: whether there is something of a class like dict that is not dict.
+        constants: the objects that constants of the program stand for, by their text.
     """
 
     found: list[tuple[trees.Leaf, Any]] = field(default_factory=list)
     has_likes: bool = False
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, constant: Constant, value: Any) -> None:
+        """Keep the object that a constant stands for; of different ones that have one text, none."""
+        if isinstance(constant, EncodedConstant):
+            try:
+                is_same = bool(self.constants.setdefault(constant.text, value) == value)
+            except Exception:  # of the code of its class
+                is_same = self.constants[constant.text] is value
+            if not is_same:
+                self.constants[constant.text] = _DIFFERENT
 
 
 def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
@@ -87,6 +106,7 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
             f"the bundle has no program {name!r}{did_you_mean(name, known)}; its programs are: "
             + (", ".join(known) or "none"),
         )
+    constants.forget_functions()  # this call has a new signature, for which jax would trace
     misses: list[MissError] = []
     for program in buckets:
         try:
@@ -147,6 +167,10 @@ def _fit(
             committed |= bool(value.committed)
         elif value.committed:  # one that may move will be
             wanted = programs.device.sharding(array.sharding)
+            axes: Any = getattr(getattr(value.sharding, "mesh", None), "axis_types", ())
+            if any(kind.name != "Auto" for kind in axes):
+                found = f"expected a mesh whose axes are of the type Auto, found {value.sharding}"
+                raise MissError("device", f"{spell(at)}: {found}, by which jax types results")
             if not value.sharding.is_equivalent_to(wanted, value.ndim):
                 text = f"expected it split as {wanted}, found {value.sharding}"
                 raise MissError("device", f"{spell(at)}: {text}")
@@ -155,7 +179,11 @@ def _fit(
         raise MissError(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
-    return Fit(program, tuple(values), order, committed, is_exact=not leaves.has_likes)
+    for name, constant in table.static(program.name).items():
+        if name in call.static:
+            leaves.note(constant, call.static[name])
+    known = {text: each for text, each in leaves.constants.items() if each is not _DIFFERENT}
+    return Fit(program, tuple(values), order, committed, known, is_exact=not leaves.has_likes)
 
 
 def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
@@ -174,17 +202,20 @@ def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
 
 
 def _compare_static(
-    program: str, expected: Mapping[str, Any], call: JittedCall, defaults: Mapping[str, Any]
+    program: str, expected: Mapping[str, Constant], call: JittedCall, defaults: Mapping[str, Any]
 ) -> None:
     """Compare static values. One that the call or the program does not give is the parameter's default."""
-    nothing = object()
+    given = {**defaults, **call.static}
     for name in (*expected, *(call.static.keys() - expected.keys())):
-        wanted = expected.get(name, defaults.get(name, nothing))
-        value = call.static.get(name, defaults.get(name, nothing))
-        if type(value) is not type(wanted) or value != wanted:
-            expected_text = "none" if wanted is nothing else arguments.described(wanted)
-            found = "none" if value is nothing else instead(wanted, value)
-            raise MissError("static", f"{program}: {name}: expected {expected_text}, found {found}")
+        place = f"{program}: {name}: expected"
+        if name not in given:
+            raise MissError("static", f"{place} {constants.shown(expected[name])}, found none")
+        if name not in expected and name not in defaults:
+            raise MissError("static", f"{place} none, found {arguments.described(given[name])}")
+        wanted = expected[name] if name in expected else constants.encode(defaults[name])
+        if not constants.same(wanted, constants.encode(given[name])):
+            found = instead(wanted, given[name])
+            raise MissError("static", f"{place} {constants.shown(wanted)}, found {found}")
 
 
 def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> None:
@@ -213,6 +244,8 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
         raise _misfit(at, f"the keys {_listed(tree.keys)}", _listed(keys))
     if misfit := constants_misfit(tree, value, at):
         raise MissError("structure", misfit)
+    for constant, each in constant_values(tree, value):
+        leaves.note(constant, each)
     if tree.kind == "record" and tree.aux is None:
         fields = {*tree.keys, *(name for name, _ in tree.constants)}
         found = getattr(value, "__dataclass_fields__", {}).keys()

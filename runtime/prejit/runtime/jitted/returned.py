@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from prejit.runtime.device.jax_arrays import data_shape, is_key, key_name
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.constants import decode, imported
+from prejit.runtime.format.constants import Constant, decode, dumps, imported, plain
 from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.programs.pytree import ORDERED, bare_object
 
@@ -44,56 +44,70 @@ class _UnknownError(Exception):
     """The bundle does not tell everything of a class."""
 
 
-def from_bundle(tree: trees.Tree) -> Returned | None:
+def from_bundle(tree: trees.Tree, given: Mapping[str, Any]) -> Returned | None:
     """Return what a program's results tree says, without tracing the function; None: it does not say enough.
 
-    Named tuples and dataclasses are of the application's own classes, as far as it has imported them. The
-    tree does not say enough of a class that is not imported or has constant fields other than texts, integers
-    and booleans, nor of any other class that is registered with jax.
+    Classes are those of the application, as far as it has imported them. `given` has the objects that
+    constants of the arguments stand for, by their text. The tree does not say enough of a class that is not
+    imported, of one like dict, and of a constant that is made in the function and that JSON cannot have.
     """
-    import jax
-
-    keys = tuple(leaf.key for leaf in trees.leaves(tree))
-    stand_ins = [jax.ShapeDtypeStruct((), "float32") for _ in keys]
     try:
-        value = _value(tree, iter(stand_ins))
-        leaves, structure = jax.tree.flatten(value)
+        structure = _structure(tree, given)
     except Exception:  # _UnknownError, or of the code of a class of the application
         return None
-    same = len(leaves) == len(stand_ins) and all(map(operator.is_, leaves, stand_ins))
-    return Returned(structure, keys) if same else None
+    return Returned(structure, tuple(leaf.key for leaf in trees.leaves(tree)))
 
 
-def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
+def _structure(tree: trees.Tree, given: Mapping[str, Any]) -> Any:
+    import jax
+
     if isinstance(tree, trees.Leaf):
-        return next(leaves)
-    children = [_value(child, leaves) for child in tree.children]
+        return jax.tree.structure(0)
+    if tree.kind == "none":
+        return jax.tree.structure(None)
+    children = [_structure(child, given) for child in tree.children]
+    if tree.kind == "node" or (tree.kind == "record" and tree.aux is not None):
+        if tree.aux is None:
+            raise _UnknownError
+        data = _imported(tree.type), _constant(tree.aux, given)
+    else:
+        parts = [jax.ShapeDtypeStruct((), "float32") for _ in children]
+        found, level = jax.tree.flatten(_object(tree, parts, given))
+        if len(found) != len(parts) or not all(map(operator.is_, found, parts)):
+            raise _UnknownError  # a class that takes itself apart otherwise
+        data = level.node_data()
+    registry = jax.tree_util.default_registry
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(registry, data, children)
+
+
+def _object(tree: trees.Node, parts: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    """Return an object with these parts."""
     match tree.kind:
-        case "none":
-            return None
         case "list":
-            return children
+            return list(parts)
         case "tuple":
-            return tuple(children)
+            return tuple(parts)
         case "dict" if tree.aux in (None, ORDERED):
             kind = dict if tree.aux is None else OrderedDict
-            return kind(zip(tree.keys, children, strict=True))
+            return kind(zip(tree.keys, parts, strict=True))
         case "namedtuple":
-            return _imported(tree.type)(*children)
+            return _imported(tree.type)(*parts)
         case "record":
-            known = dict(zip(map(str, tree.keys), children, strict=True))
-            for name, constant in tree.constants:
-                try:
-                    known[name] = decode(constant)
-                except LookupError:
-                    raise _UnknownError from None
+            known = dict(zip(map(str, tree.keys), parts, strict=True))
+            known |= {name: _constant(constant, given) for name, constant in tree.constants}
             class_ = _imported(tree.type)
             fields = getattr(class_, "__dataclass_fields__", {})
             if fields.keys() != known.keys():  # other constant fields, or no dataclass
                 raise _UnknownError
             return bare_object(class_, known)
-        case _:
-            raise _UnknownError
+    raise _UnknownError
+
+
+def _constant(constant: Constant, given: Mapping[str, Any]) -> Any:
+    match plain(constant):
+        case ["argument", value] if (text := dumps(value)) in given:
+            return given[text]
+    return decode(constant)
 
 
 def _imported(type_: str) -> Any:

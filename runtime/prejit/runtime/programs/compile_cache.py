@@ -153,7 +153,7 @@ def _path(program: PortableKey, machine: Fingerprint) -> Path:
         # The program's digest does not cover its platforms: two bundles may list different ones for it.
         "platforms": program.platforms,
         "device": program.device,
-        "mesh": program.mesh and [program.mesh.data, program.mesh.tensor],
+        "mesh": program.mesh and str(program.mesh),
         "code": _our_code(),
         "platform": machine.platform,
         "architecture": machine.architecture,

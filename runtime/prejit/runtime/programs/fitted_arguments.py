@@ -20,9 +20,10 @@ from prejit.runtime.device.jax_arrays import (
 )
 from prejit.runtime.device.transfer import aligned_zeros, dtype_of
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format import trees
+from prejit.runtime.format import constants, trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.known_calls import Held
 from prejit.runtime.programs.placing import key_name
@@ -138,13 +139,13 @@ def _matches(
     return True
 
 
-def static_misfit(built: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def static_misfit(built: Mapping[str, Constant], given: Mapping[str, Any]) -> str:
     """Return why static values are not those of a program's build; empty: they are."""
     for name, value in built.items():
         if name not in given:
-            return f"{name} is missing: expected {value!r}"
-        if type(given[name]) is not type(value) or given[name] != value:
-            return f"{name}: expected {value!r}, found {instead(value, given[name])}"
+            return f"{name} is missing: expected {constants.shown(value)}"
+        if not constants.same(value, constants.encode(given[name])):
+            return f"{name}: expected {constants.shown(value)}, found {instead(value, given[name])}"
     return ""
 
 
@@ -239,10 +240,11 @@ def as_key(value: Any, leaf: trees.Leaf) -> Any:
     return jax.random.wrap_key_data(value, impl=leaf.key)
 
 
-def instead(expected: object, found: object) -> str:
-    """Return a value as an error shows it beside another one: with its class if they look alike."""
-    text = arguments.described(found)
-    return (
-        f"{text} of class {type(found).__qualname__}" * (text == arguments.described(expected))
-        or text
-    )
+def instead(expected: Constant, found: object) -> str:
+    """Return a value as an error shows it beside a constant that it is not."""
+    text, kept = arguments.described(found), constants.encode(found)
+    if isinstance(kept, EncodedConstant) and kept.is_unknown:
+        return f"{text}, which only the process that made it can compare"
+    if text == constants.shown(expected):
+        return f"{text} of class {type(found).__qualname__}"
+    return text

@@ -19,7 +19,7 @@ from typing import Any
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import constants, trees
-from prejit.runtime.format.constants import Constant, EncodedConstant
+from prejit.runtime.format.constants import Constant, EncodedConstant, shown
 from prejit.runtime.format.trees import Key, Leaf, Node, Path, Tree
 
 
@@ -267,8 +267,17 @@ def constants_misfit(tree: Node, value: Any, at: Path) -> str:
         if not constants.same(kept, found):
             cause = ", which only the process that made it can compare"
             unknown = cause * (isinstance(found, EncodedConstant) and found.is_unknown)
-            return f"{spell(place)}: expected {_shown(kept)}, found {_shown(found)}{unknown}"
+            return f"{spell(place)}: expected {shown(kept)}, found {shown(found)}{unknown}"
     return ""
+
+
+def constant_values(tree: Node, value: Any) -> Iterator[tuple[Constant, Any]]:
+    """Yield each constant of a node with what a value has in its place."""
+    for name, kept in tree.constants:
+        if hasattr(value, name):
+            yield kept, getattr(value, name)
+    if tree.aux is not None and _is_compared(tree) and (level := _one_level(value)) is not None:
+        yield tree.aux, level[1]
 
 
 def _one_level(value: Any) -> tuple[Sequence[Any], Any] | None:
@@ -397,14 +406,10 @@ def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
         except LookupError:
             if known is not None and (name not in fields or fields[name].init):
                 raise UsageError(
-                    f"result {tree.type}: the bundle does not hold the value of {name}: {_shown(kept)}",
+                    f"result {tree.type}: the bundle does not hold the value of {name}: {shown(kept)}",
                     hint=f"leave {tree.type} out of types: the result is then a class with its other fields",
                 ) from None
     return found
-
-
-def _shown(constant: Constant) -> str:
-    return str(constant) if isinstance(constant, EncodedConstant) else repr(constant)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.errors import ClosedError
-from prejit.runtime.format.arrays import Array, parse_sharding
+from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
@@ -296,11 +296,13 @@ class Programs:
 
     def _weight_set(self, name: str | None) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """Yield name, values and sharding of the tensors of a weight set; nothing for None."""
-        shardings = self.config.weight_shardings or {}
+        if shardings := self.config.weight_shardings or {}:
+            from prejit.runtime.format.shardings import parse_sharding
         for tensor in () if name is None else self.config.weight_sets[name]:
             assert self._weights is not None
             value = self._weights.values[tensor]
-            yield tensor, value, parse_sharding(shardings.get(tensor, ""), value.ndim)
+            text = shardings.get(tensor, "")
+            yield tensor, value, parse_sharding(text, value.ndim) if text else ()
 
     @property
     def are_loaded(self) -> bool:

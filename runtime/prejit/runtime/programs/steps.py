@@ -13,7 +13,7 @@ from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format import trees
+from prejit.runtime.format import constants, trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.trees import Branch, branches, candidates, how_to_name, whole
@@ -110,9 +110,10 @@ class Steps:
                     hint=f"its arguments are: {', '.join(map(str, first)) or 'none'}",
                 )
         for key, value in static.items():
-            built = [calls.programs.static(program.name).get(key) for program in buckets]
-            if (type(value), value) not in [(type(each), each) for each in built]:
-                known = " or ".join(sorted({repr(each) for each in built if each is not None}))
+            values = [calls.programs.static(program.name) for program in buckets]
+            built = [each[key] for each in values if key in each]
+            if not any(constants.same(each, constants.encode(value)) for each in built):
+                known = " or ".join(sorted({constants.shown(each) for each in built}))
                 raise UsageError(
                     f"bind: {key}: expected {known}, found {arguments.described(value)}"
                 )

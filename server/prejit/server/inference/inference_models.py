@@ -8,6 +8,7 @@ that has no place is `result`. Static arguments are parameters of a request.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,7 +23,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
-from prejit.runtime.format.constants import Constant
+from prejit.runtime.format.constants import Constant, plain
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.inference.inference_schema import TensorMetadata
@@ -174,15 +175,26 @@ class InferenceModels:
         return found
 
 
-def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[Constant]]:
-    """Return the values that buckets have for each static argument, by its name."""
-    found: dict[str, list[Constant]] = {}
+def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[Any]]:
+    """Return the values that buckets have for each static argument, by its name.
+
+    Of a value that no request can give, such as a dataclass, it is a text for people.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for bucket in buckets:
         for name, value in check_static(bucket, bucket.name).items():
-            known = found.setdefault(name, [])
-            if (type(value), value) not in ((type(each), each) for each in known):  # 1 == True
-                known.append(value)
-    return found
+            found.setdefault(name, {})[repr(value)] = _as_json(value)
+    return {name: [*values.values()] for name, values in found.items()}
+
+
+def _as_json(value: Constant) -> Any:
+    match plain(value):
+        case ["float", text] if math.isfinite(number := float.fromhex(text)):
+            return number
+        case list():
+            return str(value)
+        case same:
+            return same
 
 
 def results(value: Any) -> dict[str, np.ndarray[Any, Any]]:

@@ -192,7 +192,11 @@ args = { => donate = ["y"]\nargs = {
 args = { => pad = ["bach"]\nargs = {
     16: program[0].pad[0]: undefined bucket variable "bach" (did you mean "batch"?); defined: batch
 args = { => shardings = { x = ["rows"] }\nargs = {
-    16: program[0].shardings.x: expected a list with "data", "tensor" or "" ... ; found ["rows"]
+    16: program[0].shardings.x: expected a list with an axis of the mesh, ... the axes are data, tensor; found ["rows"]
+[[target]] => [mesh]\naxes = { fsdp = 2, tp = 0, "t-p" = 2 }\ntensor = 2\n[[target]]
+    21: mesh.axes: expected none beside data, tensor or [generate]: data and tensor split a decoder
+    21: mesh.axes.tp: expected a table of names and sizes such as ... ; found {"tp": 0}
+    21: mesh.axes.t-p: expected a table of names and sizes such as ... ; found {"t-p": 2}
 args = { => static = { mode = [1, 2, 1] }\nargs = {
     16: program[0].static.mode: expected a list of different texts, ... ; found [1, 2, 1]
 "score.safetensors" => "score.safetensor"

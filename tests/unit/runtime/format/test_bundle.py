@@ -94,7 +94,7 @@ def test_the_notation_of_an_array_stays_as_documented(text, array):
         *("[] float32[1] given", "[] float32[1]\n", "[ ] float32[1]", "[1.5] float32[1]"),
         *("[true] float32[1]", "[[1]] float32[1]", '["é"] float32[1]', '"ab" float32[1]'),
         *('{"a":1} float32[1]', "5 float32[1]", "[] float32[1] @", "[] float32[1] @,"),
-        *("[] float32[1] @model", "[] float32[1,2] @data", "[] float32[1,2] @data,data"),
+        *("[] float32[1] @a-b", "[] float32[1,2] @data", "[] float32[1,2] @data,data"),
         *("[] float32[1] @data donated", "[" * 100_000),
     ],
 )

@@ -139,6 +139,10 @@ WRONG = {
         (program(SCORE, platforms=()), f"{SCORE}: expected platforms of cpu, cuda, tpu"),
         (program(SCORE, platforms=("cpu", "gpu")), "each once; found .'cpu', 'gpu'"),
         (replaced(mesh={"data": 0, "tensor": 2}), "sizes of 1 or more"),
+        (replaced(mesh={"data": 1, "tensor": 2, "axes": ["tp=2"]}), "each axis once"),
+        (replaced(mesh={"data": 1, "tensor": 1, "axes": ["tp=2", "tp=2"]}), "each axis once"),
+        (replaced(mesh={"data": 1, "tensor": 1, "axes": []}), "each axis once"),
+        (replaced(mesh={"data": 1, "tensor": 1, "axes": ["tp=02"]}), "each axis once"),
         (replaced(mesh=Mesh(1, 4097)), "at most 4096 devices, found 4097"),
         (replaced(weight_shardings={"a": "tensor"}), "a mesh for weight_shardings, found none"),
         (on_devices(Mesh(1, 2), "cpu", 1), "device_count 2, the size of the mesh; found 1"),
@@ -256,6 +260,13 @@ def test_7_what_a_model_may_do_without_it_may_do_without(name, change):
         ("[] float32[4,6] @data,tensor", None, "'data' divides 4, found no mesh"),
         ("[] float32[4,6] @data,tensor", Mesh(3, 3), "'data' divides 4, found 3"),
         ("[] float32[4,6] @data,tensor", Mesh(2, 4), "'tensor' divides 6, found 4"),
+        ("[] float32[4,6] @dp+tp,", Mesh.of(dp=2, tp=2), None),
+        ("[] float32[4,6] @,dp+tp", Mesh.of(dp=2, tp=2), r"'dp\+tp' divides 6, found 4"),
+        ("[] float32[4,6] @fsdp,", Mesh.of(dp=2, tp=2), "divides 4, found no mesh with it"),
+        *(
+            (f"[] float32[4,6] @{split}", Mesh.of(dp=2, tp=2), "expected")
+            for split in ("dp+dp,", "dp,dp", "+dp,", "dp+,", "dp++tp,", "1p,", "dp")
+        ),
         ("[] float32[4,6] @tensor", Mesh(2, 3), r"expected '\[path\] dtype\[shape\]'"),
         # No dtype of jax, or nothing could index it.
         *((f"[] {name}[2]", None, "expected") for name in ("finfo", "object_", "int", "f4")),

@@ -12,6 +12,7 @@ import pytest
 
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.constants import EncodedConstant, described, of_argument
 from prejit.runtime.format.trees import Leaf, Node
 from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.jitted.returned import from_bundle, from_trace
@@ -50,7 +51,7 @@ def node(kind, type_, *keys, constants=()):
 
 def test_results_are_made_by_the_bundle_or_compared_with_a_trace():
     def returned(tree, *leaves):
-        return from_bundle(tree).value([*leaves])
+        return from_bundle(tree, {}).value([*leaves])
 
     one, two = jnp.ones(1), jnp.ones(2)
     tree = Node("dict", ("a", "b"), (node("namedtuple", f"{HERE}:Point", "x", "y"), trees.NONE))
@@ -78,10 +79,40 @@ def test_results_are_made_by_the_bundle_or_compared_with_a_trace():
         from_trace(jax.jit(lambda x: x).trace(1.0), tree, arrays)
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Pair:
+    parts: tuple[Any, Any]
+    about: Any
+
+    def tree_flatten(self):
+        return self.parts, self.about
+
+    @classmethod
+    def tree_unflatten(cls, about, parts):
+        return cls(tuple(parts), about)
+
+
+def test_a_registered_class_gets_its_auxiliary_data_or_that_of_an_argument():
+    one, two, about = jnp.ones(1), jnp.ones(2), object()
+    digest = EncodedConstant('["digest","a:B","sha256:' + "0" * 64 + '"]')
+    given = {digest.text: about}
+    for aux, expected in (
+        (described((1, 2.5)), (1, 2.5)),
+        (of_argument(digest), about),
+    ):
+        tree = Node("node", (0, 1), (Leaf(), Leaf()), f"{HERE}:Pair", aux=aux)
+        found = from_bundle(tree, given)
+        assert found.structure == jax.tree.structure(Pair((one, two), expected))
+        assert found.value([one, two]).about == expected
+    for aux, known in ((digest, given), (of_argument(digest), {})):
+        assert from_bundle(Node("node", (0,), (Leaf(),), f"{HERE}:Pair", aux=aux), known) is None
+
+
 @pytest.mark.parametrize("keys", [(), ("a", "b"), ("b", "a")])
 def test_an_ordered_dict_is_told_from_a_dict(keys):
     tree = Node("dict", keys, tuple(Leaf() for _ in keys), aux=ORDERED)
-    returned = from_bundle(tree)
+    returned = from_bundle(tree, {})
     value = returned.value([jnp.ones(1) for _ in keys])
     assert (type(value), (*value,)) == (OrderedDict, keys)
 
@@ -98,5 +129,5 @@ def test_an_ordered_dict_is_told_from_a_dict(keys):
 )
 def test_what_the_bundle_does_not_tell(tree):
     assert OrderedDict.__module__ == "collections"
-    assert from_bundle(tree) is None
-    assert from_bundle(Node("list", (0,), (tree,))) is None
+    assert from_bundle(tree, {}) is None
+    assert from_bundle(Node("list", (0,), (tree,)), {}) is None

@@ -50,11 +50,12 @@ def tensor(name, value, datatype, *, binary):
     return found.set_data_from_numpy(value, binary_data=binary)
 
 
+TEXTS = ("1", "true", '"1"', "1", '["float","0x1.8000000000000p+0"]', '["tuple",[1,2]]')
+
+
 def test_static_values_that_python_calls_equal_are_listed_each(bundle):
-    buckets = [
-        replace(bundle.config.programs[0], static={"k": text}) for text in ("1", "true", '"1"', "1")
-    ]
-    assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'"]
+    buckets = [replace(bundle.config.programs[0], static={"k": text}) for text in TEXTS]
+    assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'", "1.5", "'(1, 2)'"]
 
 
 @pytest.mark.parametrize(("name", "near"), [("scroe", "score"), ("example.nset", "example.nest")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,17 @@ from prejit.runtime.device.jax_arrays import data_shape, is_key, is_weak, key_na
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
-from prejit.runtime.format.constants import Constant, encode
+from prejit.runtime.format.constants import (
+    Constant,
+    EncodedConstant,
+    decode,
+    encode,
+    of_argument,
+    same,
+)
 from prejit.runtime.format.limits import MAX_DIMENSIONS
 from prejit.runtime.programs.fitted_arguments import halved
-from prejit.runtime.programs.pytree import auxiliary, kind_of_dict
+from prejit.runtime.programs.pytree import auxiliary, constant_values, kind_of_dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,24 +141,32 @@ def _canonical(leaf: Any) -> Any:
     return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
+Constants = Sequence[tuple[Constant, Any]]
+"""Constants with the objects that they stand for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """The arrays of a pytree."""
+    """The arrays of a pytree, and its constants with the objects that they stand for."""
 
     tree: trees.Tree
     arrays: tuple[Array, ...]
+    constants: Constants = ()
 
 
-def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
+def arrays_of(
+    example: Example, what: str, donated: tuple[Any, ...] = (), given: Constants = ()
+) -> Arrays:
     """Return the arrays of a pytree.
 
     `what` is what the pytree is, for errors: `args`, `result`. `donated` are the first keys of the paths
-    of donated arguments.
+    of donated arguments, and `given` the constants of the arguments, for results.
 
     Raises:
         BuildError: a bundle could not hold a dtype, a key of a dict, a size, as many dimensions, or a name.
     """
-    tree = _tree(example.value, what, iter(example.shapes))
+    found: list[tuple[Constant, Any]] = []
+    tree = _tree(example.value, what, iter(example.shapes), _Noted(found, given))
     shapes = map(data_shape, example.shapes)
     arrays = []
     for path, shape in zip(trees.paths(tree), shapes, strict=True):
@@ -189,10 +205,38 @@ def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arr
             hint="classes in a bundle and their fields have names that Python's grammar allows, without "
             "leading underscores",
         ) from error
-    return Arrays(tree, tuple(arrays))
+    return Arrays(tree, tuple(arrays), tuple(found))
 
 
-def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
+@dataclasses.dataclass(frozen=True)
+class _Noted:
+    """The constants of a pytree so far, and those of the arguments, which results refer to."""
+
+    found: list[tuple[Constant, Any]]
+    given: Constants
+
+    def node(self, node: trees.Node, value: Any) -> trees.Node:
+        """Return the node of a value, whose constants refer to the arguments' where they are equal."""
+        values = [*constant_values(node, value)]
+        self.found.extend(values)
+        kept = {id(constant): self._kept(constant, each) for constant, each in values}
+        constants = tuple((name, kept.get(id(each), each)) for name, each in node.constants)
+        aux: Any = node.aux if node.aux is None else kept.get(id(node.aux), node.aux)
+        return dataclasses.replace(node, constants=constants, aux=aux)
+
+    def _kept(self, constant: Constant, value: Any) -> Constant:
+        with contextlib.suppress(LookupError):  # the bundle does not hold it
+            decode(constant)
+            return constant
+        for other, each in self.given:
+            with contextlib.suppress(Exception):  # of the code of its class
+                if same(constant, other) and (each is value or bool(each == value)):
+                    assert isinstance(constant, EncodedConstant)
+                    return of_argument(constant)
+        return constant
+
+
+def _tree(value: Any, what: str, shapes: Iterator[Any], noted: _Noted) -> trees.Tree:
     """Return how a pytree is nested, whose leaves have these shapes."""
     if value is None:
         return trees.NONE
@@ -202,7 +246,7 @@ def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
         return trees.Leaf(key_name(shape) if is_key(shape) else "")
     keys = [path[0] for path, _ in parts]
     children = tuple(
-        _tree(child, f"{what}{jax.tree_util.keystr(path)}", shapes) for path, child in parts
+        _tree(child, f"{what}{jax.tree_util.keystr(path)}", shapes, noted) for path, child in parts
     )
     kind = type(value)
     if kind in (list, tuple):
@@ -213,14 +257,16 @@ def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
         return trees.Node("namedtuple", tuple(value._fields), children, name)
     if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
         names = tuple(_dict_key(key, what) for key in keys)
-        return trees.Node("dict", names, children, aux=kind_of_dict(value))
+        return noted.node(trees.Node("dict", names, children, aux=kind_of_dict(value)), value)
     if (keys or dataclasses.is_dataclass(value)) and all(isinstance(k, GetAttrKey) for k in keys):
         fields = tuple(key.name for key in keys if isinstance(key, GetAttrKey))
         if dataclasses.is_dataclass(value):
-            return trees.Node("record", fields, children, name, _constants(value, fields))
-        return trees.Node("record", fields, children, name, aux=auxiliary(value))
+            return noted.node(
+                trees.Node("record", fields, children, name, _constants(value, fields)), value
+            )
+        return noted.node(trees.Node("record", fields, children, name, aux=auxiliary(value)), value)
     places = tuple(_place(key, at) for at, key in enumerate(keys))
-    return trees.Node("node", places, children, name, aux=auxiliary(value))
+    return noted.node(trees.Node("node", places, children, name, aux=auxiliary(value)), value)
 
 
 def _place(key: Any, at: int) -> int:

@@ -56,6 +56,7 @@ from prejit.runtime.device.portable import version_of
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.constants import encode
 from prejit.runtime.machine.fingerprint import PLATFORMS
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def lower_function(
     }
     call = _with_static(user, program, spec, section)
     returned: list[Arrays] = []
+    constants = [*taken.constants, *((encode(value), value) for value in spec.static.values())]
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
 
     def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
@@ -108,7 +110,8 @@ def lower_function(
         result = call(weights, *args, **kwargs)
         found = [jnp.asarray(leaf) for leaf in jax.tree.leaves(result)]
         if not returned:
-            returned.append(arrays_of(Example(result, [*map(_shape_of, found)]), f"{what}: result"))
+            shapes = [*map(_shape_of, found)]
+            returned.append(arrays_of(Example(result, shapes), f"{what}: result", given=constants))
         return list(map(_as_data, found))
 
     values = (user.weights, *map(data_shape, leaves))
@@ -156,6 +159,12 @@ def lower_function(
         exported, refused = _export_where_possible(function, values, wanted, options)
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
+    if exported.nr_devices != (count := 1 if mesh is None else mesh.size):
+        raise BuildError(
+            f"{what}: expected a function for {count} device{'s' * (count > 1)}, found one for "
+            f"{exported.nr_devices}: it names a mesh of its own, as in jax.pmap, shard_map or a constraint",
+            hint="let the [mesh] of the manifest, or the shardings of jax.jit, have that mesh and its axes",
+        )
     with user.modules.tracing(what):
         portable = _refined(exported.mlir_module_serialized)
     symbolic = None

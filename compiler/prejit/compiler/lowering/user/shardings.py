@@ -53,12 +53,11 @@ class Shardings:
                 f"{at}: expected at most {len(shape)} axes for {'.'.join(steps)}, found {len(axes)}"
             )
         axes += ("",) * (len(shape) - len(axes))
-        sizes = {"data": self._mesh.data, "tensor": self._mesh.tensor}
         for axis, extent in zip(axes, shape, strict=True):
-            if axis and extent % sizes[axis]:
+            if extent % (parts := self._mesh.parts(axis)):
                 raise ManifestError(
-                    f"{at}: expected {'.'.join(steps)} to have a multiple of {sizes[axis]}, the mesh's "
-                    f"{axis}, in each dimension that it splits; found {extent}"
+                    f"{at}: expected {'.'.join(steps)} to have a multiple of {parts}, the mesh's {axis}, in "
+                    f"each dimension that it splits; found {extent}"
                 )
         return axes
 

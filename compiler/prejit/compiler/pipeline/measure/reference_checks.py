@@ -43,6 +43,7 @@ from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format.arrays import RECIPE, TOLERANCES, Array, Golden
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.call_programs import check_static, check_tree
+from prejit.runtime.format.constants import encode, same
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.golden_inputs import Values, call_input
 
@@ -184,7 +185,9 @@ def _from_functions(
                 for number, array in enumerate(arrays)
             ]
             theirs = [np.copy(each) for each in values]  # a function may write into its arguments
-            results = _returned(modules, function, params, entry, arrays, theirs, where)
+            results = _returned(
+                modules, manifest.section(section), function, params, entry, arrays, theirs, where
+            )
             file = directory / f"{section}-{place}.npz"
             named = {
                 ARGUMENTS + pytree.dotted(a.path): v for a, v in zip(arrays, values, strict=True)
@@ -210,6 +213,7 @@ def _params(manifest: Manifest, program: Program) -> tuple[Any, ...]:
 
 def _returned(
     modules: UserModules,
+    program: Program,
     function: Any,
     params: tuple[Any, ...],
     entry: ProgramEntry,
@@ -223,8 +227,12 @@ def _returned(
     given = pytree.unflatten(arguments, iter(values))
     named = dict(given) if isinstance(given, dict) else {}
     positional = () if isinstance(given, dict) else given
+    static: dict[str, Any] = {}
+    for name, kept in check_static(entry, at).items():
+        values = program.static.get(name, ())  # the bundle has digests of some
+        static[name] = next((v for v in values if same(encode(v), kept)), kept)
     with modules.tracing(at, hint="it is called with NumPy arrays"):
-        found = function(*params, *positional, **named, **check_static(entry, at))
+        found = function(*params, *positional, **named, **static)
     results = [Array.parse(text) for text in entry.results]
     try:
         leaves = pytree.flatten(check_tree(entry.results_tree, results, at), found)

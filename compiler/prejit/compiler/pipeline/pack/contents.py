@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.submitted_jobs import CompiledTarget, Submitted
 from prejit.compiler.store.store_interface import Store
+from prejit.runtime.format import constants
 from prejit.runtime.format.bundle_schema import (
     Accuracy,
     Config,
@@ -141,7 +141,11 @@ def _program(
         kernels=True if executable.job.source.kernels is not None else None,
         arguments_tree=lowered.arguments_tree,
         results_tree=lowered.results_tree,
-        static={name: json.dumps(value) for name, value in spec.static.items()} or None,
+        static={
+            name: constants.dumps(constants.plain(constants.encode(value)))
+            for name, value in spec.static.items()
+        }
+        or None,
         mask=spec.mask or None,
         pad=spec.pad or None,
         symbolic=portables.get(_symbolic(spec.name)),

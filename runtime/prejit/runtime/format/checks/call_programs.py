@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 
 from prejit.runtime.errors import rejecting
-from prejit.runtime.format import limits, trees
+from prejit.runtime.format import constants, limits, trees
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
@@ -54,12 +53,13 @@ def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
     """7. Return the values of a program's static arguments by name."""
     values: dict[str, Constant] = {}
     for name, text in (program.static or {}).items():
-        value = None
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(text)
-        if type(value) not in (str, int, bool) or json.dumps(value) != text:
+        try:
+            values[name] = constants.parse(found := json.loads(text))
+            canonical = constants.dumps(found) == text
+        except (ValueError, RecursionError):
+            canonical = False
+        if not canonical:
             raise ValueError(f"static {name!r:.80}: expected a constant, found {text!r:.80}")
-        values[name] = value
     return values
 
 

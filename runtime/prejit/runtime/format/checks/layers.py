@@ -84,10 +84,8 @@ def check_signature(
 def _shard(array: Array, mesh: Mesh | None) -> tuple[int, ...]:
     if mesh is None or not array.sharding:
         return array.shape
-    sizes = {"": 1, "data": mesh.data, "tensor": mesh.tensor}
-    return tuple(
-        extent // sizes[axis] for extent, axis in zip(array.shape, array.sharding, strict=True)
-    )
+    pairs = zip(array.shape, array.sharding, strict=True)
+    return tuple(extent // mesh.parts(axis) for extent, axis in pairs)
 
 
 def _spelled(shape: Shape) -> str:

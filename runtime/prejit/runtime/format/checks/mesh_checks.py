@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prejit.runtime.format import limits
-from prejit.runtime.format.arrays import MESH_AXES, Mesh, parse_sharding
+from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import Config
+from prejit.runtime.format.shardings import parse_sharding
 
 
 def check_mesh(config: Config) -> None:
@@ -28,12 +29,11 @@ def check_mesh(config: Config) -> None:
 
 def check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
     """Check that a mesh splits an array evenly."""
-    sizes = {} if mesh is None else dict(zip(MESH_AXES, (mesh.data, mesh.tensor), strict=True))
     for axis, extent in zip(sharding, shape, strict=False):  # nothing split: no sharding
-        if axis and (axis not in sizes or extent % sizes[axis]):
-            raise ValueError(
-                f"expected a mesh whose {axis!r} divides {extent}, found {sizes.get(axis, 'no mesh')}"
-            )
+        parts = 0 if mesh is None else mesh.parts(axis)
+        if axis and (not parts or extent % parts):
+            found = parts or "no mesh with it"
+            raise ValueError(f"expected a mesh whose {axis!r} divides {extent}, found {found}")
 
 
 def check_weight_shardings(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:

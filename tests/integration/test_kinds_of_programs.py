@@ -1,0 +1,436 @@
+"""`program` and `jit` with the values that people's code has: results of jax.jit, or a refusal by name."""
+
+import enum
+import functools
+import json
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+from prejit.compiler import Program, build, program
+from prejit.runtime import UsageError, jit, load
+from prejit.runtime.errors import FallbackWarning, ManifestError
+
+X = jnp.arange(4.0)
+
+
+class Color(enum.Enum):
+    RED = 2
+    BLUE = 3
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 2
+    color: Color = Color.RED
+    activation: Any = jnp.tanh
+
+
+class Pair(NamedTuple):
+    first: int
+    second: float
+
+
+class ByIdentity:
+    def __init__(self, k):
+        self.k = k
+
+    def scaled(self, x):
+        return x * self.k
+
+
+class Slotted:
+    __slots__ = ("k",)
+
+    def __init__(self, k):
+        self.k = k
+
+    def __hash__(self):
+        return hash(self.k)
+
+    def __eq__(self, other):
+        return type(other) is Slotted and other.k == self.k
+
+
+class Net(nnx.Module):
+    def __init__(self, width):
+        self.linear = nnx.Linear(4, width, rngs=nnx.Rngs(0))
+        self.width = width
+
+
+def twice(v):
+    return v * 2
+
+
+def thrice(v):
+    return v * 3
+
+
+def number(c):
+    """Return a number that tells values of all kinds apart."""
+    match c:
+        case Config():
+            return c.activation(c.width / 4.0) * number(c.color)
+        case nnx.GraphDef():
+            return float(np.log2(len(str(c))))
+        case None:
+            return 7
+        case enum.Enum():
+            return c.value
+        case tuple() | frozenset():
+            return sum(map(number, c))
+        case str():
+            return len(c)
+        case np.dtype():
+            return c.itemsize
+        case type():
+            return np.dtype(c).itemsize
+        case ByIdentity() | Slotted():
+            return c.k
+    return c(0.5) if callable(c) else c
+
+
+def use(x, c):
+    return x * number(c)
+
+
+STATIC = {
+    "none": (None, 7),
+    "float": (0.5, 0.25),
+    "zero": (0.0, 1.0),
+    "integer": (1, 2),
+    "bool": (True, False),
+    "complex": (1 + 2j, 2 + 1j),
+    "tuple": ((1, 2.5, None), (1, 2.5, 3)),
+    "frozenset": (frozenset({1, 2}), frozenset({1, 3})),
+    "enum": (Color.RED, Color.BLUE),
+    "integer-enum": (Level.LOW, 2),
+    "dataclass": (Config(), Config(color=Color.BLUE)),
+    "dataclass-function": (Config(activation=twice), Config(activation=thrice)),
+    "named-tuple": (Pair(1, 2.0), Pair(2, 2.0)),
+    "slots": (Slotted(2), Slotted(3)),
+    "identity": (ByIdentity(2), ByIdentity(3)),
+    "function": (twice, thrice),
+    "lambda": (lambda v: v * 2, lambda v: v * 3),
+    "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
+    "jitted": (jnp.tanh, jnp.sin),
+    "dtype": (np.dtype("float32"), np.dtype("float16")),
+    "scalar-type": (jnp.float32, jnp.float16),
+    "numpy-scalar": (np.float32(2), np.float32(3)),
+    "graphdef": tuple(nnx.split(Net(width))[0] for width in (2, 3000)),
+}
+"""Values of a static argument: what the bundle is built with, and another one."""
+
+
+@pytest.fixture(scope="module")
+def static_bundle(tmp_path_factory, build_cache):
+    programs = [
+        program(jit(use, bundle="none", name=name, static_argnames="c"), X, c)
+        for name, (c, _) in STATIC.items()
+    ]
+    output = tmp_path_factory.mktemp("static")
+    return build(programs, output, name="static", cache=build_cache, quiet=True).path
+
+
+@pytest.fixture(scope="module")
+def loaded(static_bundle):
+    return load(static_bundle, on_mismatch="error")
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_static_value_of_any_kind_chooses_its_program(loaded, name):
+    built, other = STATIC[name]
+    function = jit(use, bundle=loaded, name=name, static_argnames="c")
+    plain = jax.jit(use, static_argnames="c")
+    np.testing.assert_array_equal(function(X, built), plain(X, built))
+    np.testing.assert_array_equal(loaded.call(name, X, c=built), plain(X, built))
+    (found,) = function.stats().loaded
+    assert found.startswith(f"{name}/c=")
+    with pytest.warns(FallbackWarning, match=f"{name}/c=.*: c: expected .*, found "):
+        np.testing.assert_array_equal(function(X, other), plain(X, other))
+    assert function.stats().loaded == (found,)
+
+
+def test_a_function_is_compared_with_what_it_closes_over_by_now(tmp_path, build_cache):
+    def closed(factor):
+        held = [factor]
+        return held, lambda v: v * held[0]
+
+    example, (held, function) = closed(2.0)[1], closed(2.0)
+    made = Program("use", use, ["float32[{n}]"], {"n": (2, 4)}, static={"c": [example]})
+    path = build(made, tmp_path, cache=build_cache, quiet=True).path
+    ours, plain = (
+        make(use, static_argnames="c") for make in (functools.partial(jit, bundle=path), jax.jit)
+    )
+    for changed, x in ((2.0, jnp.ones(2)), (3.0, jnp.ones(2)), (3.0, jnp.ones(4))):
+        held[0] = changed
+        expected = plain(x, function)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            np.testing.assert_array_equal(ours(x, function), expected)
+    assert ours.stats().loaded == ("use/n2-c=0",)
+
+
+def test_another_process_finds_equal_static_values(static_bundle, run_python, tmp_path):
+    code = f"""
+import json, sys
+sys.path[:0] = {sys.path!r}
+from {__name__} import STATIC, X, jit, load, use
+
+bundle = load(sys.argv[1], on_mismatch="error")
+results = {{}}
+for name, (c, _) in STATIC.items():
+    function = jit(use, bundle=bundle, name=name, static_argnames="c", on_miss="error")
+    results[name] = [str(each) for each in function(X, c)]
+print(json.dumps(results))
+"""
+    done = run_python(code, static_bundle, env={"PYTHONHASHSEED": "7"})
+    for name, found in json.loads(done.stdout).items():
+        assert found == [str(each) for each in use(X, STATIC[name][0])], name
+
+
+def test_a_method_whose_object_is_static(tmp_path, build_cache):
+    def bundled(k):
+        function = jit(ByIdentity.scaled, bundle=path, static_argnums=0, name="scaled")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            return function(ByIdentity(k), X).tolist(), len(function.stats().loaded)
+
+    example = jax.jit(ByIdentity.scaled, static_argnums=0)
+    path = build(program(example, ByIdentity(3), X), tmp_path, cache=build_cache, quiet=True).path
+    assert bundled(3) == ((X * 3).tolist(), 1)
+    assert bundled(4) == ((X * 4).tolist(), 0)
+
+
+class Layer(eqx.Module):
+    weight: Any
+    activation: Any = eqx.field(static=True)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed:
+    def __init__(self, values, about):
+        self.values, self.about = values, about
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("values"), self.values),), self.about
+
+    @classmethod
+    def tree_unflatten(cls, about, children):
+        return cls(children[0], about)
+
+
+def train_step(state, x):
+    def loss(params):
+        return (state.apply_fn({"params": params}, x) ** 2).mean()
+
+    return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+
+def keyed_step(keyed, x):
+    return {"next": Keyed(keyed.values + x, keyed.about), "new": Keyed(x, ("new", 2.5))}
+
+
+def layer_step(layer, x):
+    return eqx.tree_at(lambda each: each.weight, layer, layer.activation(layer.weight) + x)
+
+
+def adam_step(state, x):
+    return optax.adam(1e-2).update(x, state)
+
+
+def first_train_state():
+    dense = linen.Dense(4)
+    params = dense.init(jax.random.key(0), X)["params"]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    return TrainState.create(apply_fn=dense.apply, params=params, tx=tx)
+
+
+REGISTERED = {
+    "train_step": (train_step, first_train_state),
+    "keyed_step": (keyed_step, lambda: Keyed(X, Config(activation=twice))),
+    "layer_step": (layer_step, lambda: Layer(X, lambda v: v * 2)),
+    "adam_step": (adam_step, lambda: optax.adam(1e-2).init(X)),
+}
+
+
+@pytest.fixture(scope="module")
+def registered_bundle(tmp_path_factory, build_cache):
+    programs = [program(function, make(), X) for function, make in REGISTERED.values()]
+    output = tmp_path_factory.mktemp("registered")
+    return build(programs, output, name="registered", cache=build_cache, quiet=True).path
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_results_of_registered_classes_need_no_trace(registered_bundle, name):
+    function, make = REGISTERED[name]
+    given, jitted = make(), jit(function, bundle=registered_bundle, on_miss="error")
+    found, expected = jitted(given, X), jax.jit(function)(given, X)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    assert (jitted.stats().loaded, jitted.stats().traced) == ((name,), ())
+    if name != "adam_step":
+        jitted(found["next"] if name == "keyed_step" else found, X)  # it is a next argument
+
+
+AXES = ("dp", "fsdp", "tp")
+AUTO = (jax.sharding.AxisType.Auto,) * 3
+
+
+def split_step(state, x):
+    hidden = x @ state["w"]
+    return {"w": state["w"] + 1, "step": state["step"] + 1}, hidden.sum(1)
+
+
+def split_options(mesh):
+    """Return options of jax.jit for `split_step` on a mesh with the axes AXES."""
+
+    def on(*axes):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+    state = {"w": on("fsdp", "tp"), "step": on()}
+    rows = on(("dp", "fsdp"))
+    return {"in_shardings": (state, rows), "out_shardings": (state, rows), "donate_argnums": 0}
+
+
+def split_state():
+    return {"w": jnp.ones((4, 8)), "step": jnp.zeros((), jnp.int32)}
+
+
+ON_A_MESH = """
+import json, sys, warnings
+sys.path[:0] = {path!r}
+import jax, jax.numpy as jnp
+from {name} import AUTO, AXES, build, jit, program, split_options, split_state, split_step, twice
+from prejit.runtime.errors import BuildError
+
+warnings.simplefilter("ignore")
+X = jnp.arange(16.0).reshape(4, 4)
+report = {{}}
+auto = jax.make_mesh((2, 1, 2), AXES, axis_types=AUTO)
+options = split_options(auto)
+
+
+def compare(case, given, state, x):
+    function, plain = jit(split_step, bundle=sys.argv[1], **given), jax.jit(split_step, **given)
+    found, expected = function(split_state(), x), plain(state, x)
+    found, expected = function(*found[:1], x), plain(*expected[:1], x)
+    same = jax.tree.map(lambda a, b: a.sharding == b.sharding and (a == b).all().item(), found, expected)
+    report[case] = [*function.stats().loaded], [*function.stats().compiled], all(jax.tree.leaves(same))
+
+
+compare("as built", options, split_state(), X)
+state, rows = options["in_shardings"]
+compare("other results", options | {{"out_shardings": (state, state["step"])}}, split_state(), X)
+donated = {{"donate_argnums": 0}}
+compare("no shardings", donated, split_state(), X)
+turned = jax.make_mesh((2, 1, 2), AXES, axis_types=AUTO, devices=jax.devices()[::-1])
+compare("other devices", split_options(turned), split_state(), X)
+explicit = jax.make_mesh((2, 1, 2), AXES)
+with jax.set_mesh(explicit):
+    compare("set mesh", donated, split_state(), X)
+typed = jax.device_put(X, jax.sharding.NamedSharding(explicit, rows.spec))
+compare("explicit", donated, split_state(), typed)
+
+
+def constrained(x):
+    return jax.lax.with_sharding_constraint(x * 2, rows)
+
+
+for function in (constrained, jax.pmap(twice)):
+    try:
+        build(program(function, X), sys.argv[2], cache=sys.argv[3], quiet=True)
+    except BuildError as error:
+        assert "a function for 1 device, found one for 4: it names a mesh" in str(error), error
+    else:
+        raise AssertionError(function)
+print(json.dumps(report))
+"""
+
+
+def test_shardings_of_jit_on_a_mesh_with_any_axes(tmp_path, build_cache, python):
+    mesh = jax.sharding.AbstractMesh((2, 1, 2), AXES, axis_types=AUTO)
+    jitted = jax.jit(split_step, **split_options(mesh))
+    made = program(jitted, split_state(), "float32[4,4]")
+    assert str(made.mesh) == "dp=2 fsdp=1 tp=2"
+    whole = {"0.w": ("fsdp", "tp"), "result.0.w": ("fsdp", "tp")}
+    assert made.shardings == {**whole, "1": ("dp+fsdp",), "result.1": ("dp+fsdp",)}
+    path = build(made, tmp_path, cache=build_cache, quiet=True).path
+    code = ON_A_MESH.format(path=sys.path, name=__name__)
+    said = python(
+        code, path, tmp_path, build_cache, XLA_FLAGS="--xla_force_host_platform_device_count=4"
+    )
+    report = json.loads(said.stdout.splitlines()[-1])
+    loaded, compiled, is_same = report.pop("as built")
+    assert (loaded, compiled, is_same) == (["split_step"], [], True)
+    expected = {
+        "other results": "out_shardings: 2: expected NamedSharding",
+        "no shardings": "",
+        "other devices": "in_shardings: 0: expected NamedSharding",
+        "set mesh": "expected the axes dp=2 fsdp=1 tp=2 of the type Auto",
+        "explicit": "expected a mesh whose axes are of the type Auto",
+    }
+    assert report.keys() == expected.keys()
+    for case, (_, compiled, is_same) in report.items():
+        assert expected[case] in "; ".join(compiled), case
+        assert is_same or case == "no shardings", case
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda: jax.jit(use, compiler_options={"xla_cpu_enable_fast_math": True}),
+            "without compiler_options",
+        ),
+        (
+            lambda: jax.jit(use, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+            "NamedSharding",
+        ),
+        (
+            lambda: jax.jit(use, **_split((2,), jax.sharding.AxisType.Explicit)),
+            "axes are of the type Auto",
+        ),
+        (lambda: jax.jit(use, **_split((1,), AUTO[0])), "mesh of several devices"),
+        (
+            lambda: jax.jit(
+                use, **_split((2,), AUTO[0]), out_shardings=_split((4,), AUTO[0])["in_shardings"]
+            ),
+            "one mesh",
+        ),
+    ],
+)
+def test_what_jit_was_given_and_no_bundle_has_is_refused(make, expected):
+    with pytest.raises(ManifestError, match=f"program 'use': .*{expected}"):
+        program(make(), X, X)
+
+
+def _split(sizes, kind):
+    mesh = jax.sharding.AbstractMesh(sizes, ("tp",), axis_types=(kind,))
+    return {"in_shardings": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))}
+
+
+def test_options_of_jit(loaded):
+    function = jit(
+        use, bundle=loaded, name="float", static_argnames="c", keep_unused=True, inline=True
+    )
+    np.testing.assert_array_equal(function(X, 0.5), X / 2)
+    assert function.stats().loaded == ("float/c=0.5",)
+    with pytest.raises(
+        UsageError, match=r"in_shardings, out_shardings, .*; found compiler_options"
+    ):
+        jit(use, bundle=loaded, compiler_options={})
