@@ -36,10 +36,10 @@ from prejit.runtime.format.checks.program_table import (
 )
 from prejit.runtime.format.checks.seldom_parts import Chat, check_recorded_layer
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.mesh_splits import parse_sharding
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifests
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.shardings import parse_sharding
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 

@@ -13,7 +13,7 @@ from typing import Any
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
-from prejit.compiler.lowering.user.jit_shardings import jitted_split
+from prejit.compiler.lowering.user.jitted_options import jitted_split
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed

@@ -83,7 +83,7 @@ class Array:
                 shape = tuple(map(int, match[3].split(","))) if match[3] else ()
                 split: tuple[str, ...] = ()
                 if match[5]:  # a load without a mesh imports no more
-                    from prejit.runtime.format.shardings import parse_sharding
+                    from prejit.runtime.format.mesh_splits import parse_sharding
 
                     split = parse_sharding(match[5], len(shape))
                 padded = tuple(match[6].split(",")) if match[6] else ()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import Config
-from prejit.runtime.format.shardings import parse_sharding
+from prejit.runtime.format.mesh_splits import parse_sharding
 
 
 def check_mesh(config: Config) -> None:
