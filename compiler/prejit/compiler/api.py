@@ -13,7 +13,6 @@ from typing import Any
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
-from prejit.compiler.lowering.user.jitted_options import jitted_split
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed
@@ -132,6 +131,9 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
     names: list[str | int] = [*range(len(call.arrays))] if by_place else [*call.arrays]
     mesh, split = None, dict[str, tuple[str, ...]]()
     if jitted is not None:
+        # It imports jax, which a build of a manifest may not need.
+        from prejit.compiler.lowering.user.jitted_options import jitted_split
+
         mesh, split = jitted_split(jitted.options, names, f"program {name!r}")
     return Program(
         name,
