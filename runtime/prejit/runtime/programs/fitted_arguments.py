@@ -243,8 +243,8 @@ def as_key(value: Any, leaf: trees.Leaf) -> Any:
 def instead(expected: Constant, found: object) -> str:
     """Return a value as an error shows it beside a constant that it is not."""
     text, kept = arguments.described(found), constants.encode(found)
-    if isinstance(kept, EncodedConstant) and kept.is_unknown:
-        return f"{text}, which only the process that made it can compare"
     if text == constants.shown(expected):
         return f"{text} of class {type(found).__qualname__}"
+    if isinstance(kept, EncodedConstant) and kept.is_unknown:
+        return f"{text}, which only the process that made it can compare"
     return text
