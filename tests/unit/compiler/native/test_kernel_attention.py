@@ -356,7 +356,8 @@ def test_a_packed_sentence_has_the_bits_that_it_has_alone(kernels, seed, lengths
 
 
 @pytest.mark.parametrize(
-    "sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.thorough)]
+    "sanitizers",
+    [pytest.param(each, marks=pytest.mark.thorough) for each in ("address,undefined", "thread")],
 )
 def test_sanitizers_find_nothing(sanitizers, build_cache):
     names = ("attention.cc", "encoder_attention.cc", "threads.cc")
