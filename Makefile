@@ -38,7 +38,7 @@ TESTS ?= tests
 # What the oldest interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity parity-table test-ray test-platforms demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential untraced-programs docs clean
+.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity parity-table test-ray test-platforms demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential untraced-programs untraced-mutations docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -194,6 +194,9 @@ untraced-programs: $(READY) ## 34 public JAX programs under `prejit run` without
 	$(UNTRACED)/bin/python -m pip install --quiet --editable runtime --editable server --editable compiler mujoco-mjx brax numpyro \
 		blackjax diffrax equinox flax optax dm-haiku optimistix jaxopt e3nn-jax jraph tinygp jax-md distrax penzai gymnax evosax
 	$(UNTRACED)/bin/python -m tests.campaigns.untraced_programs
+
+untraced-mutations: $(READY) ## 10,000 changes of what a recorded program reads, and 100 starts beside Python (20 minutes)
+	$(BIN)/python -m tests.campaigns.untraced_mutations 1 10000 100
 
 docs: $(READY) $(DOCS_READY) ## generate the reference pages, build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py

@@ -187,7 +187,7 @@ def executable_json(executable: Any) -> Json:
         raise NotKeptError("jax kept no executable of it")
     found = executable._unloaded_executable
     if found.host_callbacks or found.keepalive:
-        raise NotKeptError("it calls Python")
+        raise NotKeptError("it calls Python, as jax.debug.print and callbacks do")
     if found.unordered_effects or found.ordered_effects:
         raise NotKeptError("it has effects")
     if found.mut is not None and (found.mut.in_mut or found.mut.out_mut):
