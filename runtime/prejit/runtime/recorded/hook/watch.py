@@ -181,9 +181,19 @@ class _Watch:
 
                 directory = Path(self._orders.settings[CACHE_DIRECTORY])
                 self._kept = KeptCalls(directory, settings, self._orders.checked, self._told)
-                hook_calls(self._kept.started)
+                hook_calls(self._started, ended=self._ended)
         except Exception as error:
             self._fail(error)
+
+    def _started(self, token: object, call: Any) -> Any:
+        assert self._kept is not None
+        self._thread.call = id(token)
+        return self._kept.started(token, call)
+
+    def _ended(self, token: object, compiled: object) -> None:
+        """A call is over. If jax had its program in memory, what comes next has another reason."""
+        if getattr(self._thread, "call", None) == id(token):
+            self._thread.reason = None
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         """Return a function whose failure the program does not see."""
