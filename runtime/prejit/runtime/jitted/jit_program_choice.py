@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 _DIFFERENT = object()
-"""In place of an object: there are several, of which a result could have each."""
+"""Stands for a constant that different objects of the arguments have: a result may hold any of them."""
 
 
 class MissError(Exception):

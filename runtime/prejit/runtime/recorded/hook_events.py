@@ -61,7 +61,7 @@ class JaxRequest:
 
 @dataclass(frozen=True, slots=True)
 class StartParts:
-    """Where the time of a process went until it had the last of its programs.
+    """How long a process took until it had its last program, in parts.
 
     Attributes:
         total_seconds: all of it, from the start of the process. The others add up to it.

@@ -1,4 +1,4 @@
-"""What jax.jit was given beside a function: shardings, as a program says them, and what no program has."""
+"""Read what jax.jit was given beside a function: shardings; the options that no program has are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells of a file, a path or a directory that it is as it was.
+"""Facts of files, paths and directories that show whether they have changed.
 
 `sitecustomize` loads this file by its path at the start of Python, for the compiler's `process_watch`.
 """
@@ -9,12 +9,12 @@ import hashlib
 import os
 import stat
 
-_stat, _listdir = os.stat, os.listdir
-"""As they were when this was loaded: a recording watches the program's calls of these."""
+_stat = os.stat
+"""As it was when this was loaded: a recording replaces it, to see the program's calls."""
 
 
 def identity_of(path: str) -> list[int] | None:
-    """Return what tells that a file is unchanged without reading it; None: there is no file."""
+    """Return size, times and inode of a file: while they stay, so does its content; None: no file."""
     try:
         found = _stat(path)
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def kind_of(path: str) -> int:
 def listing_digest(path: str) -> str | None:
     """Return a digest of the names in a directory; None: it cannot be listed."""
     try:
-        names = sorted(_listdir(path))
+        names = sorted(os.listdir(path))
     except OSError:
         return None
     return hashlib.blake2b(

@@ -1,4 +1,4 @@
-"""Where the time of a start goes: what a line of the hook says of the process up to it."""
+"""Count how long a process has run, and how much of that it imported, traced and lowered."""
 
 from __future__ import annotations
 
