@@ -57,7 +57,7 @@ def ran(command, directory, environment=()):
     """Run a command to its end. Return its output, errors, and seconds of wall and CPU time."""
     began = time.monotonic()
     with open(directory / "out", "w+b") as out, open(directory / "err", "w+b") as err:
-        unwanted = ("JAX_", "XLA_", "PREJIT_HOOK")
+        unwanted = ("JAX_", "XLA_FLAGS", "PREJIT_HOOK")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
         if not setting("UNTRACED_TIMES", 1):  # compiling is most of the work
             kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"

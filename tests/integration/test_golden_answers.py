@@ -6,12 +6,15 @@ import shutil
 
 import pytest
 from tests.decoders import write_random
+from tests.encoders import write_encoder
 from tests.extent import cases
 
+import prejit.compiler
 import prejit.runtime
+from prejit.compiler import Encode, Manifest, Model
 
 BUCKETS = {"batch": (1,), "prompt": (4,), "context": (24,)}
-KINDS = {"prefill", "decode", "verify", "copy"}
+KINDS, PARTS = {"prefill", "decode", "verify", "copy"}, {"embed", "layer", "pool"}
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +33,28 @@ def test_an_answer_depends_on_the_number_of_threads(built, prejit):
     assert all(each["share"] < 0.5 for each in json.loads(done.stdout)["answers"])
 
 
-def test_the_portable_programs_give_another_answer(built, no_warnings_of_fallback):
+@pytest.fixture
+def checked(request, built, tmp_path, build_cache):
+    """A bundle of a decoder, or with packed sentences."""
+    if request.param == "decoder":
+        return built
+    write_encoder(tmp_path / "model")
+    manifest = Manifest(
+        "packed",
+        model=Model(str(tmp_path / "model")),
+        encode=Encode(packed=[32]),
+        targets=["cpu-host"],
+    )
+    return prejit.compiler.build(manifest, tmp_path, cache=build_cache, quiet=True).path
+
+
+@pytest.mark.parametrize("checked", ["decoder", "packed"], indirect=True)
+def test_the_portable_programs_give_another_answer(checked, no_warnings_of_fallback):
+    """They compute what is no result in another way: such as tokens of no sentence."""
     here = prejit.runtime.Fingerprint.current()
     other = dataclasses.replace(here, jaxlib="0.0.1")
-    with prejit.runtime.load(built, fingerprint=other) as bundle:
-        assert {each.kind for each in bundle.config.programs} == KINDS
+    with prejit.runtime.load(checked, fingerprint=other) as bundle:
+        assert {each.kind for each in bundle.config.programs} in (KINDS, PARTS)
         answers = list(bundle.check_answers())
     assert {each.ran for each in answers} == {"portable"}
     assert max(each.share for each in answers) < 0.5

@@ -9,7 +9,7 @@ import pytest
 from tests.processes import ran
 
 MODEL = """
-import enum, functools, os
+import enum, functools, os, tempfile
 from dataclasses import dataclass
 import jax, jax.numpy as jnp
 from jax import monitoring
@@ -20,6 +20,8 @@ SCALE = 2.0
 OFFSET = float(open("offset.txt").read())
 PARTS = len(os.listdir("parts"))
 MODE = os.environ.get("MODE", "sum")
+with tempfile.TemporaryDirectory() as made:  # another name in each process
+    os.close(os.open(made, os.O_RDONLY))
 
 class Kind(enum.Enum):
     PLAIN = "plain"

@@ -7,7 +7,6 @@ do not agree on is traced.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,9 +136,11 @@ def _digest(path: str, identity: list[int] | None) -> str | None:
 
 def confirmed(before: RecordedCalls | None, now: RecordedCalls) -> RecordedCalls:
     """Return the calls of a new recording, confirmed by the one before if that had the same inputs."""
-    if before is None or _inputs(before) != _inputs(now):
+    difference = None if before is None else _difference(before, now)
+    if before is None or difference is not None:
+        reason = UNCONFIRMED + (f"; before, {difference}" if difference else "")
         calls = {
-            signature: {**each, "reason": each["reason"] or UNCONFIRMED}
+            signature: {**each, "reason": each["reason"] or reason}
             for signature, each in now.content["calls"].items()
         }
         return RecordedCalls(now.file, {**now.content, "calls": calls, "recordings": 1})
@@ -151,7 +152,7 @@ def confirmed(before: RecordedCalls | None, now: RecordedCalls) -> RecordedCalls
             reason = UNCONFIRMED
         elif reason is None and _result(other) != _result(each):
             reason = "two recordings gave several programs"
-        elif reason is None and other["reason"] not in (None, UNCONFIRMED):
+        elif reason is None and not (other["reason"] or UNCONFIRMED).startswith(UNCONFIRMED):
             reason = other["reason"]
         calls[signature] = {**each, "reason": reason}
         if other is not None:
@@ -161,11 +162,25 @@ def confirmed(before: RecordedCalls | None, now: RecordedCalls) -> RecordedCalls
     return RecordedCalls(now.file, {**now.content, "calls": calls, "recordings": recordings})
 
 
-def _inputs(calls: RecordedCalls) -> Sequence[Any]:
-    """Return the inputs of a recording without what may differ between two that had the same."""
+def _difference(before: RecordedCalls, now: RecordedCalls) -> str | None:
+    """Return an input in which two recordings differ; None: in none that decides."""
+    earlier, later = _inputs(before), _inputs(now)
+    for kind in later:
+        for name in sorted(earlier[kind].keys() | later[kind].keys()):
+            if name not in earlier[kind] or name not in later[kind]:
+                read = "was not read" if name not in earlier[kind] else "was read, now not"
+                return f"the {kind} {name} {read}"
+            if earlier[kind][name] != later[kind][name]:
+                return f"the {kind} {name} was another"
+    return None
+
+
+def _inputs(calls: RecordedCalls) -> dict[str, dict[str, Any]]:
+    """Return the inputs of a recording by kind and name, without what may differ where they are the same."""
     found = calls.content["inputs"]
-    files = sorted((path, digest) for path, _, _, digest in found["files"])
-    others = [
-        sorted([name, each] for name, _, each in found[kind]) for kind in ("listings", "kinds")
-    ]
-    return [found["environment"], files, *others]
+    return {
+        "environment variable": found["environment"],
+        "file": {path: digest for path, _, _, digest in found["files"]},
+        "directory": {path: digest for path, _, digest in found["listings"]},
+        "path": {path: kind for path, _, kind in found["kinds"]},
+    }

@@ -85,14 +85,15 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
     if kind in ("prefill", "verify"):
         length = sizes["prompt"] if kind == "prefill" else sizes["draft"] + 1
     context = sizes.get("context", 0)
+    lengths = length >> np.arange(int("sentences" in sizes), 1 + sizes.get("sentences", 0))
+    lengths[0] += length - lengths.sum()  # what no sentence has is computed as it comes
     start = max(0, min(_START, context - length))
     chosen = words(seed, -1, sizes["batch"]).astype(np.int64) % max(1, vocabulary)
     bias = np.zeros((sizes["batch"], vocabulary), np.float32)
     if vocabulary:
         bias[rows, chosen] = _BIAS
     known: dict[str, Values] = {
-        # Of sentences in one row each is half of what is left.
-        "length": length >> np.arange(int("sentences" in sizes), 1 + sizes.get("sentences", 0)),
+        "length": lengths,  # of sentences in one row each is half of what is left
         "start": np.array([start]),
         "position": np.array([context // 2]),
         "live": np.array([1]),
@@ -121,6 +122,10 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
 def _pattern(array: Array, seed: int, place: int, vocabulary: int) -> Values:
     """Return the pattern of an argument of a model: tokens where it has whole numbers."""
     pattern = words(seed, place)
+    if array.dtype == "int8":  # rows of a cache: each ends with its factor, a float32
+        rows = np.resize(pattern.astype(np.int8), array.shape).clip(-127)
+        rows[..., -4:] = np.frombuffer(np.float32(1 / 127).tobytes(), np.int8)
+        return rows
     if array.dtype.startswith(("int", "uint")):
         return pattern % np.uint32(max(1, vocabulary))
     return _numbers(pattern)

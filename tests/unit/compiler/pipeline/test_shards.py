@@ -1,5 +1,7 @@
 """Shards: every program has one that begins with it, and one shard packs each build."""
 
+import threading
+
 import pytest
 from tests.threads import in_threads
 
@@ -43,9 +45,13 @@ def packing(store, number, bundle="demo"):
 
 def test_one_shard_packs_and_the_others_learn_of_it(store):
     found = list[tuple[int, Packed | Turn]]()
+    all_run = threading.Barrier(
+        4
+    )  # one that began after the others would be a build of another day
 
     def run(number):
         with packing(store, number) as mine:
+            all_run.wait()
             other = mine.wait("x", Quiet())
             if other is Turn.NOW:
                 mine.finish(f"digest {number}")

@@ -220,6 +220,12 @@ def test_the_recipe_changes_and_old_answers_are_wrong():
     assert b.dtype.name == "bfloat16"
     np.testing.assert_array_equal(x, golden_inputs(entry, arrays, 0, 1)[0])
     assert not np.array_equal(x, golden_inputs(entry, arrays, 0, 2)[0])
+    cache = check_array('["k0"] int8[1,2,300,12]', None, "")
+    sizes = {"batch": 1, "prompt": 4, "context": 300}
+    prefill = dataclasses.replace(entry, kind="prefill", bucket=sizes)
+    [rows] = golden_inputs(prefill, (cache,), 512, 1)
+    factors = rows[..., 8:].copy().view(np.float32)
+    assert (factors == np.float32(1 / 127)).all()  # and never NaN, which no mask hides
     results = (None, GoldenResult(None, 0, (3, -4)), GoldenResult(-2, 271, (-54, "n", "p", "m")))
     text = format_results(results)
     assert text == "- =3,-4 -2:271,-54,n,p,m"

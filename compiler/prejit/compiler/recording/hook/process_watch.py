@@ -100,7 +100,9 @@ class ProcessWatch:
             path = arguments[1 if event == "import" else 0]
             if isinstance(path, str) and os.path.sep in path:
                 self._path("files", path)
-        elif event in _EFFECTS and self.effects is not None:
+        elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
+            self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
+        if event in _EFFECTS and self.effects is not None:
             self.effects.append(event)
 
     def _opened(self, path: Any, mode: Any, flags: Any) -> None:

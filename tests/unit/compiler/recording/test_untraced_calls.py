@@ -1,0 +1,41 @@
+"""What a recording says of the one before it."""
+
+import pytest
+
+from prejit.compiler.recording.untraced_calls import UNCONFIRMED, RecordedCalls, confirmed
+
+CALL = {"name": "jit_f", "reason": None, "program": "p", "indices": [1]}
+INPUTS = {
+    "environment": {"MODE": "sum"},
+    "files": [["/data", 1, [5], "digest"]],
+    "listings": [["/parts", 1, "names"]],
+    "kinds": [["/out", 1, 0]],
+}
+
+
+def recording(**inputs):
+    content = {"inputs": INPUTS | inputs, "calls": {"s": dict(CALL)}, "recordings": 1}
+    return RecordedCalls("calls", content)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"environment": {"MODE": "max"}}, "the environment variable MODE was another"),
+        ({"files": [["/data", 1, [5], "other"]]}, "the file /data was another"),
+        ({"files": []}, "the file /data was not read"),
+        ({"listings": [*INPUTS["listings"], ["/x", 1, ""]]}, "the directory /x was read, now not"),
+        ({"kinds": [["/out", 1, 1]]}, "the path /out was another"),
+    ],
+)
+def test_an_input_in_which_two_recordings_differ_is_named(inputs, said):
+    [reason] = confirmed(recording(**inputs), recording()).reasons()
+    assert reason == f"{UNCONFIRMED}; before, {said}"
+
+
+def test_two_recordings_with_the_same_inputs_confirm_a_call():
+    touched = recording(files=[["/data", 1, [6], "digest"]])
+    assert confirmed(touched, recording()).count(confirmed=True) == 1
+    first = confirmed(None, recording())
+    assert first.reasons() == {UNCONFIRMED: ["jit_f"]}
+    assert confirmed(first, recording()).count(confirmed=True) == 1
