@@ -130,8 +130,8 @@ def jit(
     it. Inside other transformations of jax (`grad`, `vmap`, `jit`, `scan`) it is the jitted function alone.
 
     The function is traced, not compiled, where the bundle does not hold all of the results: they have a class
-    that is like dict or not imported, or a constant that is none of the arguments' and that a bundle cannot
-    hold, such as a function without a name.
+    that is not imported, or a constant that is none of the arguments' and that a bundle cannot hold, such as
+    a function without a name.
 
     The bundle runs the function as it was when it was built: build again after a change. A call does not
     fit if constants in its arguments, such as static fields of dataclasses, are not those of the build.
@@ -335,7 +335,7 @@ class _Jitted(OneProcess):
         """Return what the results are made into, by the bundle if it tells, else by tracing the function."""
         programs, name = bundle.on_jax.programs, fit.program.name
         tree = programs.results_tree(name)
-        if fit.is_exact and (known := from_bundle(tree, fit.constants)) is not None:
+        if (known := from_bundle(tree, fit.constants)) is not None:
             return known
         returned = from_trace(self._jitted.trace(*args, **kwargs), tree, programs.results(name))
         with self._lock:
