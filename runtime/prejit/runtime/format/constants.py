@@ -48,7 +48,7 @@ _OF_CODE = (
 _TOLD = {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "ml_dtypes"}
 """Packages whose classes tell pickle all that counts, and whose functions read no globals that do."""
 _OF_PYTHON = {each: f"types:{name}" for name, each in vars(types).items() if isinstance(each, type)}
-"""Names of classes that the module builtins has and does not name, such as that of None."""
+"""Names of the classes of None and the like, which builtins does not have."""
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "list": list,
@@ -333,14 +333,14 @@ def _parts(value: Any) -> list[Any]:
     if _is_by_fields(value):
         fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
         if all(base.__module__ != "flax.linen.module" for base in kind.__mro__):
-            fields |= _attributes(value)  # a module of flax.linen has an id of its own among them
+            fields |= _attributes(value)  # flax.linen gives each module an id
         return [kind, sorted(fields.items())]
     if kind.__name__ == "PyTreeDef":
         return [value.node_data(), value.children()]
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         if imported(f"{getattr(value, '__module__', kind.__module__)}:{reduced}") is not value:
-            raise TypeError("an object that no module has by this name")
+            raise TypeError("an object without a name")
         return [kind, reduced]
     found = [*reduced]
     if not _is_told(kind.__module__) and _reduces(kind) != _reduces(object):
@@ -353,7 +353,7 @@ def _is_told(module: object) -> bool:
 
 
 def _read(known: dict[str, Any], names: frozenset[str], attributes: frozenset[str]) -> list[Any]:
-    """Return variables of a module by name. A module among them has those parts that code may read."""
+    """Return variables of a module, and attributes of modules among them, that code may read."""
     found: list[Any] = []
     for name in sorted(names):
         found.append([name, value := known[name]])

@@ -25,6 +25,7 @@ _SHOWN = 3
 """Maximum number of programs whose difference a message shows."""
 
 
+_ANOTHER = "another class of this name, such as one that a function made"
 _DIFFERENT = object()
 """Stands for a constant that different objects of the arguments have: a result may hold any of them."""
 
@@ -231,9 +232,8 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
         return
     parts = list(_parts(value))
     if not _is_kind(tree, value):
-        is_named_so = tree.type != "" and _name_of(value) == tree.type
-        another = "another class of this name, such as one that a function made"
-        raise _misfit(at, _kind(tree), another if is_named_so else value)
+        is_another = _name_of(value) == tree.type
+        raise _misfit(at, _kind(tree), _ANOTHER if is_another else value)
     if len(parts) != len(tree.children):
         raise _misfit(at, f"{len(tree.children)} parts", f"{len(parts)}")
     keys = tuple(key for key, _ in parts)
@@ -262,7 +262,7 @@ def _is_kind(tree: trees.Node, value: Any) -> bool:
             is_mapping = isinstance(value, dict) or hasattr(value, "keys")
             return is_mapping and constants.same(tree.aux, kind_of_dict(value))
         case _:
-            # Methods of a class that no module has may close over anything.
+            # Methods of a local class may close over anything.
             return _name_of(value) == tree.type and constants.imported(tree.type) is type(value)
 
 

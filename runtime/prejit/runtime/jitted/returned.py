@@ -48,8 +48,7 @@ def from_bundle(tree: trees.Tree, given: Mapping[str, Any]) -> Returned | None:
     """Return what a program's results tree says, without tracing the function; None: it does not say enough.
 
     Classes are those of the application, as far as it has imported them. `given` has the objects that
-    constants of the arguments stand for, by their text. The tree does not say enough of a class that is not
-    imported, and of a constant that is made in the function and that JSON cannot have.
+    constants of the arguments stand for, by their text.
     """
     try:
         structure = _structure(tree, given)
