@@ -221,10 +221,13 @@ def test_what_does_not_fit_is_compiled_and_said_once(bundle_path, events, x, axi
     same(results[-1], jax.jit(score)(jnp.asarray(x)))
 
 
-def test_a_named_tuple_whose_fields_moved_does_not_fit(strict):
+def test_a_named_tuple_whose_fields_moved_does_not_fit(strict, monkeypatch):
     moved = namedtuple("Metrics", "norm loss", module=__name__)
     jitted = strict(difference)
     same(jitted(Metrics(jnp.ones(2), jnp.zeros(2))), jnp.ones(2))
+    with pytest.raises(UsageError, match="found another class of this name"):
+        jitted(moved(jnp.zeros(2), jnp.ones(2)))
+    monkeypatch.setitem(globals(), "Metrics", moved)
     with pytest.raises(UsageError, match="expected the keys 'loss', 'norm', found 'norm', 'loss'"):
         jitted(moved(jnp.zeros(2), jnp.ones(2)))
 

@@ -23,7 +23,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,6 +47,8 @@ _OF_CODE = (
 """Attributes of code that decide what it does. The others tell where it was written."""
 _TOLD = {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "ml_dtypes"}
 """Packages whose classes tell pickle all that counts, and whose functions read no globals that do."""
+_OF_PYTHON = {each: f"types:{name}" for name, each in vars(types).items() if isinstance(each, type)}
+"""Names of the classes of None and the like, which builtins does not have."""
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "list": list,
@@ -288,6 +290,8 @@ def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
         return ["dict", [[_plain(each, inside, walk) for each in pair] for pair in value.items()]]
     if isinstance(value, enum.Enum) and imported(_name_of(kind)) is kind and value.name:
         return ["enum", _name_of(kind), value.name]
+    if isinstance(value, type) and value in _OF_PYTHON:
+        return ["name", _OF_PYTHON[value]]
     if hasattr(value, "__qualname__") and imported(_name_of(value)) is value:
         return ["name", _name_of(value)]
     if isinstance(value, types.FunctionType):
@@ -312,10 +316,11 @@ def _parts(value: Any) -> list[Any]:
     """Return what an object is made of. It raises anything where it does not tell, as pickle would find."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        held = value.__closure__ or ()
+        cells = [[] if cell == types.CellType() else [cell.cell_contents] for cell in held]
         known, code, kept = value.__globals__, value.__code__, value.__dict__
-        names = sorted(_globals_of(code) & known.keys())
-        read = [] if _is_told(known.get("__name__")) else [[name, known[name]] for name in names]
+        is_told, names = _is_told(known.get("__name__")), _globals_of(code)
+        read = [] if is_told else _read(known, names[0] & known.keys(), names[1])
         return [code, value.__defaults__, value.__kwdefaults__, kept, read, *cells]
     if isinstance(value, types.CodeType):
         return [getattr(value, name) for name in _OF_CODE]
@@ -326,14 +331,18 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, type):
         raise TypeError("a class without a name")
     if _is_by_fields(value):
-        return [
-            kind,
-            {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare},
-        ]
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        if all(base.__module__ != "flax.linen.module" for base in kind.__mro__):
+            fields |= _attributes(value)  # flax.linen gives each module an id
+        return [kind, sorted(fields.items())]
     if kind.__name__ == "PyTreeDef":
         return [value.node_data(), value.children()]
     reduced = value.__reduce_ex__(4)
-    found: list[Any] = [kind, reduced] if isinstance(reduced, str) else [*reduced]
+    if isinstance(reduced, str):
+        if imported(f"{getattr(value, '__module__', kind.__module__)}:{reduced}") is not value:
+            raise TypeError("an object without a name")
+        return [kind, reduced]
+    found = [*reduced]
     if not _is_told(kind.__module__) and _reduces(kind) != _reduces(object):
         found.append(_attributes(value))
     return [list(part) if hasattr(part, "__next__") else part for part in found]
@@ -343,12 +352,26 @@ def _is_told(module: object) -> bool:
     return str(module).partition(".")[0] in _TOLD
 
 
+def _read(known: dict[str, Any], names: frozenset[str], attributes: frozenset[str]) -> list[Any]:
+    """Return variables of a module, and attributes of modules among them, that code may read."""
+    found: list[Any] = []
+    for name in sorted(names):
+        found.append([name, value := known[name]])
+        if isinstance(value, types.ModuleType) and not _is_told(value.__name__):
+            more = attributes - {name}
+            found += _read(vars(value), more & vars(value).keys(), more)
+    return found
+
+
 @lru_cache
-def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals that code and the functions inside of it read."""
+def _globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of globals that code and the functions inside of it read, and all its names."""
     read = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
     inner = [_globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(read.union(*inner))
+    names = frozenset(code.co_names)
+    for globals_, more in inner:
+        read, names = read | globals_, names | more
+    return frozenset(read), names
 
 
 def _is_by_fields(value: Any) -> bool:
@@ -369,4 +392,6 @@ def _attributes(value: Any) -> dict[str, Any]:
         for name, each in vars(kind).items():
             if isinstance(each, types.MemberDescriptorType) and hasattr(value, name):
                 found[name] = each.__get__(value)
-    return found
+    kind = type(value)
+    cached = {n for n in found if isinstance(getattr(kind, n, None), cached_property)}
+    return {name: each for name, each in found.items() if name not in cached}

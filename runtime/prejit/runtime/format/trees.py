@@ -12,8 +12,9 @@ A tree is canonical JSON. Its leaves, in order, are the arguments or results of 
     ["node","module:Name",[TREE,...]]                  any other type, whose parts have no names
 
 A record is a dataclass, or another type whose parts are attributes; the second list has the constant fields
-of a dataclass. A dict, record or node of any other class that is registered with jax has one more element,
-its auxiliary data. So has an OrderedDict, its class, and a defaultdict. `constants` describes all.
+of a dataclass. A record or node of any other class that is registered with jax has one more element, its
+auxiliary data. So has a mapping that is no dict: OrderedDict, or a tuple of its class and what else it
+keeps. `constants` describes all.
 """
 
 from __future__ import annotations

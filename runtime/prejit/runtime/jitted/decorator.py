@@ -39,8 +39,7 @@ class JitStats:
 
     Attributes:
         loaded: the programs of the bundle that ran, in the order of their first calls.
-        traced: those of them for which the function was traced, because the bundle does not tell all of its
-            results: see `jit`. Nothing was compiled for it.
+        traced: those for which the function was traced, not compiled.
         compiled: why jax compiled the function, a reason for each difference from the bundle.
     """
 
@@ -129,12 +128,10 @@ def jit(
     fits, jax compiles the function, with one FallbackWarning that says what differs; `fallback_counts` counts
     it. Inside other transformations of jax (`grad`, `vmap`, `jit`, `scan`) it is the jitted function alone.
 
-    The function is traced, not compiled, where the bundle does not hold all of the results: they have a class
-    that is like dict or not imported, or a constant that is none of the arguments' and that a bundle cannot
-    hold, such as a function without a name.
+    The function is traced, not compiled, where the bundle lacks a class or constant of the results.
 
-    The bundle runs the function as it was when it was built: build again after a change. A call does not
-    fit if constants in its arguments, such as static fields of dataclasses, are not those of the build.
+    The bundle runs the function as it was built: build again after a change. A call does not fit if constants
+    in its arguments, such as static fields, are not those of the build.
 
     Args:
         fun: the function; None: return a decorator.
@@ -335,7 +332,7 @@ class _Jitted(OneProcess):
         """Return what the results are made into, by the bundle if it tells, else by tracing the function."""
         programs, name = bundle.on_jax.programs, fit.program.name
         tree = programs.results_tree(name)
-        if fit.is_exact and (known := from_bundle(tree, fit.constants)) is not None:
+        if (known := from_bundle(tree, fit.constants)) is not None:
             return known
         returned = from_trace(self._jitted.trace(*args, **kwargs), tree, programs.results(name))
         with self._lock:

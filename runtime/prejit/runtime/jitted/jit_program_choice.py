@@ -17,7 +17,7 @@ from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
-from prejit.runtime.programs.pytree import constant_values, constants_misfit, spell
+from prejit.runtime.programs.pytree import constant_values, constants_misfit, kind_of_dict, spell
 
 AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
 """What a call and a program may differ in, in the order in which they are compared."""
@@ -25,6 +25,7 @@ _SHOWN = 3
 """Maximum number of programs whose difference a message shows."""
 
 
+_ANOTHER = "another class of this name, such as one that a function made"
 _DIFFERENT = object()
 """Stands for a constant that different objects of the arguments have: a result may hold any of them."""
 
@@ -53,8 +54,6 @@ class Fit:
         order: the names of the call's arguments in the order that the program takes.
         committed: whether an argument is committed to its device, and so the results are.
         constants: the objects that constants of the program stand for, by their text.
-        is_exact: whether the bundle tells all of the results: no argument is of a class like dict, which the
-            results could be of too.
     """
 
     program: ProgramEntry
@@ -62,7 +61,6 @@ class Fit:
     order: tuple[str, ...]
     committed: bool
     constants: Mapping[str, Any]
-    is_exact: bool
 
 
 @dataclass(slots=True)
@@ -71,12 +69,10 @@ class _Leaves:
 
     Attributes:
         found: each leaf, with the program's.
-        has_likes: whether there is something of a class like dict that is not dict.
         constants: the objects that constants of the program stand for, by their text.
     """
 
     found: list[tuple[trees.Leaf, Any]] = field(default_factory=list)
-    has_likes: bool = False
     constants: dict[str, Any] = field(default_factory=dict)
 
     def note(self, constant: Constant, value: Any) -> None:
@@ -183,7 +179,7 @@ def _fit(
         if name in call.static:
             leaves.note(constant, call.static[name])
     known = {text: each for text, each in leaves.constants.items() if each is not _DIFFERENT}
-    return Fit(program, tuple(values), order, committed, known, is_exact=not leaves.has_likes)
+    return Fit(program, tuple(values), order, committed, known)
 
 
 def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
@@ -236,11 +232,13 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
         return
     parts = list(_parts(value))
     if not _is_kind(tree, value):
-        raise _misfit(at, _kind(tree), value)
+        is_another = _name_of(value) == tree.type
+        raise _misfit(at, _kind(tree), _ANOTHER if is_another else value)
     if len(parts) != len(tree.children):
         raise _misfit(at, f"{len(tree.children)} parts", f"{len(parts)}")
     keys = tuple(key for key, _ in parts)
-    if tree.kind in ("dict", "record", "namedtuple") and keys != tree.keys:
+    is_keyed = tree.kind in ("dict", "record", "namedtuple")
+    if is_keyed and (keys != tree.keys or [*map(type, keys)] != [*map(type, tree.keys)]):
         raise _misfit(at, f"the keys {_listed(tree.keys)}", _listed(keys))
     if misfit := constants_misfit(tree, value, at):
         raise MissError("structure", misfit)
@@ -251,22 +249,25 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
         found = getattr(value, "__dataclass_fields__", {}).keys()
         if found != fields:
             raise _misfit(at, f"the fields {_listed((*fields,))}", _listed((*found,)))
-    if tree.kind == "dict":
-        leaves.has_likes |= type(value) is not dict
     for place, child, (_, part) in zip(tree.keys, tree.children, parts, strict=True):
         _collect(child, part, (*at, place), leaves)
 
 
 def _is_kind(tree: trees.Node, value: Any) -> bool:
-    """Return whether a value is of the class of a node. Many classes are as dict."""
-    kind = type(value)
+    """Return whether a value is of the class of a node."""
     match tree.kind:
         case "list" | "tuple":
-            return kind is (list if tree.kind == "list" else tuple)
+            return type(value) is (list if tree.kind == "list" else tuple)
         case "dict":
-            return isinstance(value, dict) or hasattr(value, "keys")
+            is_mapping = isinstance(value, dict) or hasattr(value, "keys")
+            return is_mapping and constants.same(tree.aux, kind_of_dict(value))
         case _:
-            return f"{kind.__module__}:{kind.__qualname__}" == tree.type
+            # Methods of a local class may close over anything.
+            return _name_of(value) == tree.type and constants.imported(tree.type) is type(value)
+
+
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -336,7 +337,10 @@ def _misfit(at: trees.Path, expected: str, found: Any) -> MissError:
 
 
 def _kind(tree: trees.Node) -> str:
-    return "None" if tree.kind == "none" else f"a {tree.kind}{f' {tree.type}' if tree.type else ''}"
+    if tree.kind == "none":
+        return "None"
+    of = f" of {tree.aux}" * (tree.kind == "dict" and tree.aux is not None)
+    return f"a {tree.kind}{f' {tree.type}' if tree.type else of}"
 
 
 def _listed(keys: tuple[Any, ...]) -> str:

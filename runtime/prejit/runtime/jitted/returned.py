@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +48,7 @@ def from_bundle(tree: trees.Tree, given: Mapping[str, Any]) -> Returned | None:
     """Return what a program's results tree says, without tracing the function; None: it does not say enough.
 
     Classes are those of the application, as far as it has imported them. `given` has the objects that
-    constants of the arguments stand for, by their text. The tree does not say enough of a class that is not
-    imported, of one like dict, and of a constant that is made in the function and that JSON cannot have.
+    constants of the arguments stand for, by their text.
     """
     try:
         structure = _structure(tree, given)
@@ -70,6 +69,10 @@ def _structure(tree: trees.Tree, given: Mapping[str, Any]) -> Any:
         if tree.aux is None:
             raise _UnknownError
         data = _imported(tree.type), _constant(tree.aux, given)
+    elif tree.kind == "dict" and tree.aux is not None and tree.aux != ORDERED:
+        data = _constant(tree.aux, given)
+        if data[0] is defaultdict:
+            data = defaultdict, (data[1], [*tree.keys])
     else:
         parts = [jax.ShapeDtypeStruct((), "float32") for _ in children]
         found, level = jax.tree.flatten(_object(tree, parts, given))
@@ -87,7 +90,7 @@ def _object(tree: trees.Node, parts: Sequence[Any], given: Mapping[str, Any]) ->
             return list(parts)
         case "tuple":
             return tuple(parts)
-        case "dict" if tree.aux in (None, ORDERED):
+        case "dict":
             kind = dict if tree.aux is None else OrderedDict
             return kind(zip(tree.keys, parts, strict=True))
         case "namedtuple":

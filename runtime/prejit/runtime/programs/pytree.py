@@ -227,12 +227,13 @@ _DEFAULTS = '["tuple",[["name","collections:defaultdict"],'
 
 
 def kind_of_dict(value: Any) -> EncodedConstant | None:
-    """Return what tells a mapping from a dict: auxiliary data, or the class; None: it is a dict."""
+    """Return what tells a mapping from a dict: the class and what it keeps; None: it is a dict."""
     if type(value) is OrderedDict:
         return ORDERED
     if type(value) is defaultdict:
         return constants.described((defaultdict, value.default_factory))
-    return auxiliary(value)
+    level = None if type(value) is dict else _one_level(value)
+    return None if level is None else constants.described((type(value), level[1]))
 
 
 def _is_compared(tree: Node) -> bool:
@@ -262,7 +263,8 @@ def constants_misfit(tree: Node, value: Any, at: Path) -> str:
         if hasattr(value, name)
     ]
     if tree.aux is not None and _is_compared(tree) and (aux := auxiliary(value)) is not None:
-        pairs.append((at, tree.aux, aux))
+        kind = kind_of_dict(value) if tree.kind == "dict" else aux
+        pairs.append((at, tree.aux, kind))
     for place, kept, found in pairs:
         if not constants.same(kept, found):
             cause = ", which only the process that made it can compare"
@@ -276,7 +278,8 @@ def constant_values(tree: Node, value: Any) -> Iterator[tuple[Constant, Any]]:
     for name, kept in tree.constants:
         if hasattr(value, name):
             yield kept, getattr(value, name)
-    if tree.aux is not None and _is_compared(tree) and (level := _one_level(value)) is not None:
+    is_registered = tree.aux is not None and tree.kind != "dict"
+    if is_registered and (level := _one_level(value)) is not None:
         yield tree.aux, level[1]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import threading
 from collections import namedtuple
 from typing import Any, NamedTuple
@@ -163,6 +165,7 @@ def test_a_part_that_is_missing_or_too_many_is_named(tree, value, problem):
 
 FACTOR = 2.0
 HELPER = lambda v: v * FACTOR  # noqa: E731
+HERE = sys.modules[__name__]
 
 
 def inner_code():
@@ -189,6 +192,12 @@ def of_two(first, second):
     return other
 
 
+def with_a_cell(is_filled):
+    if is_filled:
+        held = 2.0
+    return lambda v: v * held
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByIdentity:
     k: float = dataclasses.field(compare=False)
@@ -202,6 +211,19 @@ class ByOwnRule:
         return self is other
 
     __hash__ = object.__hash__
+
+
+@dataclasses.dataclass(frozen=True)
+class NotCompared:
+    k: float = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    k: dataclasses.InitVar[float]
+
+    def __post_init__(self, k):
+        object.__setattr__(self, "derived", k)
 
 
 class NoState:
@@ -240,7 +262,12 @@ def labelled(k):
         (lambda a, b=1: a, lambda a, *, b=1: a),
         (lambda a, /: a, lambda a: a),
         (with_attribute(2.0), with_attribute(5.0)),
-        *((kind(2.0), kind(5.0)) for kind in (ByIdentity, ByOwnRule, NoState, Reduced, labelled)),
+        (with_a_cell(True), with_a_cell(False)),
+        (type(None), type(...)),
+        *(
+            (kind(2.0), kind(5.0))
+            for kind in (ByIdentity, ByOwnRule, NotCompared, Derived, NoState, Reduced, labelled)
+        ),
     ],
 )
 def test_no_part_of_a_constant_is_left_out(one, other):
@@ -251,7 +278,13 @@ def test_no_part_of_a_constant_is_left_out(one, other):
 
 
 @pytest.mark.parametrize(
-    "made", [lambda: lambda v: v * FACTOR, lambda: lambda v: HELPER(v), inner_code]
+    "made",
+    [
+        lambda: lambda v: v * FACTOR,
+        lambda: lambda v: HELPER(v),
+        lambda: lambda v: v * HERE.FACTOR,
+        inner_code,
+    ],
 )
 def test_globals_of_a_function_are_parts_of_it(made, monkeypatch):
     before, again = constants.encode(made()), constants.encode(made())
@@ -270,6 +303,7 @@ def test_functions_and_constants_that_nobody_can_compare():
         constants.encode(pair.__closure__[0].cell_contents)
     assert constants.encode(pairs[0]) != constants.encode(pairs[1])
     assert constants.encode(pairs[0]) == constants.encode(of_two(2, 3))
+    assert constants.encode(functools.lru_cache(lambda v: v)).is_unknown  # pickle names it alone
     unknown = constants.encode(threading.Lock())
     tree = dataclasses.replace(CIRCLE, constants=(("name", unknown),))
     assert trees.parse(trees.to_text(tree)) == tree
