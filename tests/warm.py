@@ -5,6 +5,7 @@ status. Only what is imported is there already. What a start-up costs, imports o
 real new processes.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -138,6 +139,8 @@ def _serve():
 
     for module in pkgutil.walk_packages(prejit.compiler.__path__, "prejit.compiler."):
         importlib.import_module(module.name)
+    gc.collect()
+    gc.freeze()  # no child looks for garbage among what is imported
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
     requests = open(0, "rb", buffering=0)  # noqa: SIM115 (open until the process ends)
     woken, wakes = os.pipe()

@@ -27,7 +27,7 @@ from .broken_transfers import FAULTS, USER, WAYS, Case, Place, make_version
 from .campaign import ROOT, check, facts, scratch_directory, setting, write_figures
 from .transfer_checks import Result, run_case
 
-EXAMPLES = setting("BROKEN_EXAMPLES", 80)
+EXAMPLES = setting("BROKEN_EXAMPLES", 40)
 FIRST = setting("BROKEN_FIRST", 0)
 """The number of the first case: its seed."""
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)

@@ -58,7 +58,7 @@ def multiplier(chosen):
 def kernels(chosen, build_cache):
     """The library of a level, once with each multiplier that it can have."""
     level, multiplier, is_model = chosen
-    if level == LEVELS[0]:  # nothing to choose
+    if level != LEVELS[-1] and not is_model:  # nothing to choose
         return kernel_builds.product_library(level, build_cache)
     sources, flags = [*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE], ()
     if is_model:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
+from tests.extent import cases
 from tests.monitoring import ALERTS, DASHBOARDS, RULES, RULES_FILE, panels, queries
 from tests.processes import ran
 from tests.served import StandIn, served
@@ -315,7 +316,7 @@ def test_objectives_burn_alike_over_all_windows():
 
 
 @needs_promtool
-@pytest.mark.parametrize("interval", ["1m", "5m"])
+@pytest.mark.parametrize("interval", cases(["5m"], others=["1m"]))
 def test_alerts_fire_when_they_should_and_only_then(tmp_path, interval):
     cases = [as_test(case) for case in CASES if case.interval == interval]
     run_promtool(tmp_path, interval, cases)
