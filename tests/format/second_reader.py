@@ -254,7 +254,7 @@ def check_programs(config, programs):
     for program in programs.values():
         kind, bucket = program.said["kind"], program.said["bucket"]
         assert kind in {*BUCKETS, "call"}
-        assert ("settings" not in program.said) or kind == "call"
+        assert kind == "call" or not {"settings", "state"} & program.said.keys()
         trees = {"arguments_tree", "results_tree"}
         assert trees & program.said.keys() == (trees if kind == "call" else set())
         assert program.said.get("cost_microseconds", 0) >= 0

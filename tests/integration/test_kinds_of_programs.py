@@ -1,10 +1,13 @@
 """`program` and `jit` with the values that people's code has: results of jax.jit, or a refusal by name."""
 
+import contextlib
 import enum
 import functools
+import importlib
 import itertools
 import json
 import sys
+import threading
 import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ from flax.training.train_state import TrainState
 from prejit.compiler import Program, build, program
 from prejit.runtime import UsageError, jit, load
 from prejit.runtime.errors import FallbackWarning, ManifestError
+
+from .conftest import functions_manifest
 
 X = jnp.arange(4.0)
 
@@ -217,6 +222,192 @@ def test_a_method_whose_object_is_static(tmp_path, build_cache):
     path = build(program(example, ByIdentity(3), X), tmp_path, cache=build_cache, quiet=True).path
     assert bundled(3) == ((X * 3).tolist(), 1)
     assert bundled(4) == ((X * 4).tolist(), 0)
+
+
+class Scale:
+    def __init__(self, k):
+        self.k = k
+
+    def __call__(self, x):
+        return x * self.k
+
+
+class Trainer:
+    """An object that holds arrays, an optimizer and its own jitted method, as trainers do."""
+
+    def __init__(self, k):
+        self.weights, self.optimizer = jnp.full(4, k), optax.adam(1e-2)
+        self.jitted = jit(self.step, bundle="none", name="trainer")
+
+    def step(self, x):
+        return x * self.weights
+
+
+def closed_over(held, use=lambda x, held: x * held):
+    def closed(x):
+        return use(x, held)
+
+    return closed
+
+
+def with_default(k):
+    def scaled(x, k=k):
+        return x * k
+
+    return scaled
+
+
+def with_keyword_default(k):
+    def scaled(x, *, k=k):
+        return x * k
+
+    return scaled
+
+
+def drawn(x, key):
+    return x + jax.random.normal(key)
+
+
+def nnx_sum(k):
+    return closed_over(Net(int(k)), lambda x, net: net.linear(x).sum())
+
+
+def with_own_keywords(k):
+    @functools.wraps(twice)
+    def wrapper(*args, k=k):
+        return twice(*args) * k
+
+    return wrapper
+
+
+STATE = {
+    "closure": (closed_over, "closure held: expected 2.0, found 3.0"),
+    "array": (lambda k: closed_over(jnp.full(4, k)), "closure held: expected jax"),
+    "host": (lambda k: closed_over(np.full(4, k)), "closure held: expected numpy:ndarray"),
+    "key": (lambda k: closed_over(jax.random.key(int(k)), drawn), "closure held: expected jax"),
+    "nested": (lambda k: closed_over(None, lambda x, _: closed_over(k)(x)), "closure use"),
+    "nnx": (nnx_sum, "closure held: expected .*:Net"),
+    "default": (with_default, "default k: expected 2.0, found 3.0"),
+    "keyword": (with_keyword_default, "default k: expected 2.0, found 3.0"),
+    "wrapper": (with_own_keywords, "keywords: expected {'k': 2.0}, found {'k': 3.0}"),
+    "method": (lambda k: ByIdentity(k).scaled, "self: expected .*:ByIdentity"),
+    "trainer": (lambda k: Trainer(k).jitted, "self: expected .*:Trainer"),
+    "partial": (lambda k: functools.partial(use, c=k), "default c: expected 2.0, found 3.0"),
+    "placed": (lambda k: functools.partial(pow, k), "partial 0: expected 2.0, found 3.0"),
+    "object": (Scale, "object: expected .*:Scale"),
+    "vmap": (lambda k: jax.vmap(closed_over(k)), "closure fun: expected .*vmap"),
+    "jitted": (
+        lambda k: jax.jit(closed_over(jax.jit(closed_over(k)), twice_called)),
+        "closure held",
+    ),
+}
+"""What makes functions of a number that they hold, and why one of 3 does not take the program of 2."""
+
+
+def twice_called(x, function):
+    return function(function(x))
+
+
+@pytest.fixture(scope="module")
+def state_bundle(tmp_path_factory, build_cache):
+    programs = [Program(name, make(2.0), [X]) for name, (make, _) in STATE.items()]
+    output = tmp_path_factory.mktemp("state")
+    return build(programs, output, name="state", cache=build_cache, quiet=True).path
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
+    make, reason = STATE[name]
+    for k, fits in ((2.0, True), (3.0, False)):
+        function = jit(make(k), bundle=state_bundle, name=name)
+        warns = pytest.warns(FallbackWarning, match=f"{name}: {reason}")
+        with contextlib.nullcontext() if fits else warns:
+            found = function(X)
+        np.testing.assert_array_equal(found, jax.jit(make(k))(X))
+        assert function.stats().loaded == (name,) * fits
+
+
+def test_another_process_finds_functions_that_hold_the_same(state_bundle, run_python):
+    code = f"""
+import json, sys
+sys.path[:0] = {sys.path!r}
+from {__name__} import STATE, X, jit
+
+loaded = {{}}
+for name, (make, _) in STATE.items():
+    function = jit(make(float(sys.argv[2])), bundle=sys.argv[1], name=name)
+    function(X)
+    loaded[name] = function.stats().loaded
+print(json.dumps(loaded))
+"""
+    for k, fits in ((2, True), (3, False)):
+        done = run_python(code, state_bundle, str(k), env={"PYTHONHASHSEED": "7"})
+        assert json.loads(done.stdout) == {name: [name] * fits for name in STATE}
+
+
+HELD = """
+def make(rate):
+    def step(x):
+        return x * rate
+
+    return step
+
+step, other = make(0.5), make(0.25)
+
+def scaled(x, k=2.0, *, mode="double"):
+    return x * k if mode == "double" else x
+"""
+
+
+def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_cache, monkeypatch):
+    (tmp_path / "held.py").write_text(HELD)
+    programs = {
+        "step": 'function = "held:step"\nargs = ["float32[4]"]',
+        "scaled": 'function = "held:scaled"\nargs = ["float32[4]"]\nstatic = { mode = ["double"] }',
+    }
+    manifest = functions_manifest(tmp_path / "held.toml", programs)
+    bundle = load(build(manifest, tmp_path, cache=build_cache, quiet=True).path)
+    again = build(manifest, tmp_path / "again", cache=build_cache, quiet=True)  # of a stored trace
+    assert again.digest == bundle.digest
+    assert [each.state for each in bundle.config.programs] == [
+        {"closure rate": '["float","0x1.0000000000000p-1"]'},
+        {"default k": '["float","0x1.0000000000000p+1"]'},
+    ]
+    monkeypatch.syspath_prepend(tmp_path)
+    held = importlib.import_module("held")
+    strict = functools.partial(jit, bundle=bundle, on_miss="error")
+    np.testing.assert_array_equal(strict(held.step)(X), X * 0.5)
+    with pytest.raises(UsageError, match=r"step: closure rate: expected 0.5, found 0.25"):
+        strict(held.other)(X)
+    options = {"static_argnames": "mode"}
+    np.testing.assert_array_equal(strict(held.scaled, **options)(X), X * 2)
+    with pytest.raises(UsageError, match=r"default k: expected 2.0, found 3.0"):
+        strict(functools.partial(held.scaled, k=3.0), name="scaled", **options)(X)
+    np.testing.assert_array_equal(bundle.call("step", X), X * 0.5)
+
+
+def test_what_no_process_can_compare_is_said_at_the_build(tmp_path, build_cache, capsys):
+    made = Program("locked", closed_over(threading.Lock(), lambda x, lock: x), [X])
+    path = build(made, tmp_path, cache=build_cache).path
+    assert "locked: no process can compare what its function holds as closure held" in (
+        capsys.readouterr().err
+    )
+    function = jit(made.fn, bundle=path, name="locked", on_miss="error")
+    with pytest.raises(UsageError, match=r"held: expected _thread:lock, .* no other process can"):
+        function(X)
+    np.testing.assert_array_equal(load(path).call("locked", X), X)
+
+
+def test_state_that_changes_counts_for_the_next_signature(tmp_path, build_cache):
+    scale = Scale(2.0)
+    made = Program("scale", scale, ["float32[{n}]"], {"n": (2, 4)})
+    path = build(made, tmp_path, cache=build_cache, quiet=True).path
+    function, plain = jit(scale, bundle=path, name="scale"), jax.jit(scale)
+    for k, n, reason in ((2.0, 2, ""), (3.0, 2, ""), (3.0, 4, "object"), (2.0, 4, "")):
+        scale.k = k
+        with pytest.warns(match=reason) if reason else contextlib.nullcontext():
+            np.testing.assert_array_equal(function(jnp.ones(n)), plain(jnp.ones(n)))
+    assert function.stats().loaded == ("scale/n2",)
 
 
 class Layer(eqx.Module):

@@ -252,7 +252,7 @@ def _programs(target: ReadTarget | None) -> dict[str, ProgramEntry]:
 def _described(entry: ProgramEntry) -> dict[str, Any]:
     """Return the entries of a program that callers and loaders see."""
     names = ("kind", "bucket", "arguments", "results", "arguments_tree", "results_tree", "static")
-    more = ("weights", "mask", "pad", "open_sizes", "calls", "kernels", "settings")
+    more = ("weights", "mask", "pad", "open_sizes", "calls", "kernels", "settings", "state")
     return {name: getattr(entry, name) for name in (*names, *more)}
 
 

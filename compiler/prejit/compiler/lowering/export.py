@@ -147,6 +147,7 @@ class LoweredProgram:
         traced: the operations of a function of the user; None for other programs.
         settings: jax's settings that the trace depended on, where they were not jax's defaults; None: it was
             not traced here.
+        state: the state of a function of the user, as `bundle_schema.ProgramEntry` has it.
         narrowed: the arguments that jax takes for narrower ones than the manifest gives, in words.
         trials: lowers the function at other sizes; empty: it has none, or they are not to be compared.
     """
@@ -165,6 +166,7 @@ class LoweredProgram:
     decoder: Mapping[str, Any] = field(default_factory=dict)
     traced: ClosedJaxpr | None = None
     settings: dict[str, str] | None = None
+    state: dict[str, str] | None = None
     narrowed: tuple[str, ...] = ()
     trials: Callable[[], tuple[SizedTrial, ...]] = tuple
 

@@ -99,7 +99,7 @@ class Lowered:
         estimated_microseconds: estimated time of a run, for machines that cannot measure it; 0: unknown.
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
         symbolic: the zstd frame of a user's function for any size of some variables; None: there is none.
-        settings: as `bundle_schema.ProgramEntry` has them.
+        settings, state: as `bundle_schema.ProgramEntry` has them.
         trials: the user's function at sizes for which the program is compared with it.
     """
 
@@ -119,6 +119,7 @@ class Lowered:
     results_tree: str | None = None
     symbolic: Segment | None = None
     settings: dict[str, str] | None = None
+    state: dict[str, str] | None = None
     trials: tuple[StoredTrial, ...] = ()
 
     @property

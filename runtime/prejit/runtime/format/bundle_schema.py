@@ -129,7 +129,7 @@ class ProgramEntry:
         key: digest of everything the executable was made from (cache key).
         arguments, results: those after the weights, and the results, each as the text of an `Array`.
         executable, portable: its frames in the pack of executables, and in that of portable StableHLO.
-        memory: the memory that it needs.
+        memory, golden: the memory that it needs, and its golden answer (None: it has none).
         weights: a key of `Config.weight_sets`, whose tensors are the first arguments; None: it has none.
         platforms: what its platform index chooses from, in order; None: it has no index, and is for all.
         cost_microseconds: time of one run, measured or estimated at build time; None: not known.
@@ -141,8 +141,8 @@ class ProgramEntry:
         open_sizes: variables of the bucket that a call may give other sizes; the reader compiles for them.
         mask: name or position of the argument that is false for padding; a caller may leave it out.
         calls: the names by which it calls handlers of `Config.libraries`, sorted; None: it calls none.
-        golden: its golden answer; None: it has none.
         settings: jax's settings of its trace that were not defaults; None: the build did not trace it.
+        state: constants that its function holds (function_state.py), as `static`; None: it holds none.
     """
 
     name: str
@@ -168,6 +168,7 @@ class ProgramEntry:
     calls: tuple[str, ...] | None = None
     golden: Golden | None = None
     settings: dict[str, str] | None = None
+    state: dict[str, str] | None = None
 
     @property
     def function(self) -> str:

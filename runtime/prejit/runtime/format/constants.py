@@ -335,8 +335,21 @@ def _parts(value: Any) -> list[Any]:
         if all(base.__module__ != "flax.linen.module" for base in kind.__mro__):
             fields |= _attributes(value)  # flax.linen gives each module an id
         return [kind, sorted(fields.items())]
-    if kind.__name__ == "PyTreeDef":
-        return [value.node_data(), value.children()]
+    match kind.__name__ if _is_told(kind.__module__) else f"{kind.__module__}.{kind.__name__}":
+        case "PyTreeDef":
+            return [value.node_data(), value.children()]
+        case "Device":
+            return [value.platform, value.id]
+        case "PjitFunction":  # the rest of it is what it compiled
+            state = value.__getstate__()
+            options = ("static_argnums", "static_argnames", "global_cache_key")
+            return [value.__wrapped__, *(state[name] for name in options)]
+        case "ndarray" | "ArrayImpl" if not value.dtype.hasobject:
+            content = memoryview(value.__array__().reshape(-1).view("uint8"))
+            weak = getattr(value, "weak_type", False)
+            return [str(value.dtype), value.shape, weak, digest_of(content)]
+        case "flax.nnx.tracers.TraceState":  # where an object was made
+            return []
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         if imported(f"{getattr(value, '__module__', kind.__module__)}:{reduced}") is not value:

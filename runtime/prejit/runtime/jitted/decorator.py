@@ -200,6 +200,7 @@ class _Jitted(OneProcess):
         import jax
 
         self._given = bundle
+        self._fun = function
         self._name = name
         self._on_miss = on_miss
         self._parameters = Parameters(
@@ -248,7 +249,7 @@ class _Jitted(OneProcess):
         bundle = self._bundle
         try:
             self._check_settings(bundle)
-            fit = find(bundle.on_jax, self._name, call, self._parameters.defaults)
+            fit = find(bundle.on_jax, self._name, call, self._fun, self._parameters.defaults)
             if fit.order != call.order:
                 # jaxlib passes arrays in the call's order. The same call in the program's order is another
                 # signature.

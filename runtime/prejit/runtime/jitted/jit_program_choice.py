@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,23 @@ from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import constants, trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.constants import Constant, EncodedConstant
+from prejit.runtime.jitted.function_state import state_misfit
 from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
 from prejit.runtime.programs.pytree import constant_values, constants_misfit, kind_of_dict, spell
 
-AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
+AXES = (
+    "settings",
+    "weights",
+    "structure",
+    "static",
+    "dtype",
+    "shape",
+    "donation",
+    "device",
+    "state",
+)
 """What a call and a program may differ in, in the order in which they are compared."""
 _SHOWN = 3
 """Maximum number of programs whose difference a message shows."""
@@ -86,10 +97,16 @@ class _Leaves:
                 self.constants[constant.text] = _DIFFERENT
 
 
-def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
+def find(
+    programs: JaxPrograms,
+    name: str,
+    call: JittedCall,
+    function: Callable[..., Any],
+    defaults: Mapping[str, Any],
+) -> Fit:
     """Return the first bucket of a program that takes a call.
 
-    `defaults` are those of the function's parameters.
+    `function` is what `jit` was given, `defaults` are those of its parameters.
 
     Raises:
         MissError: there is no such program, or none of its buckets takes the call.
@@ -106,7 +123,10 @@ def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[s
     misses: list[MissError] = []
     for program in buckets:
         try:
-            return _fit(programs, program, call, defaults)
+            fit = _fit(programs, program, call, defaults)
+            if misfit := state_misfit(program, function, call.arrays):
+                raise MissError("state", misfit)
+            return fit
         except MissError as miss:
             misses.append(miss)
     farthest = max(misses, key=lambda miss: AXES.index(miss.axis)).axis

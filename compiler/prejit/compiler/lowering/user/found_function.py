@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,9 @@ from prejit.compiler.lowering.user.flat_arrays import (
 from prejit.compiler.manifest.manifest_checks import key_problems
 from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import ManifestError
+from prejit.runtime.format import constants
+from prejit.runtime.jitted.function_state import function_state
+from prejit.runtime.jitted.jit_call import Parameters
 from prejit.runtime.programs.pytree import changes_itself
 from prejit.runtime.recorded.hook.plain_functions import is_plain
 
@@ -50,6 +53,8 @@ class UserFunction:
         file: the file of its code; empty: it has none in Python.
         narrower: in words, the weights that jax takes for narrower ones than they are.
         wrapped: of a wrapper, such as of jax.vmap, the names of the arguments that it takes by position too.
+        state: constants that it holds, as `bundle_schema.ProgramEntry` has them, with all defaults.
+        parameters: those of the function; None: it has no state.
     """
 
     function: Callable[..., Any]
@@ -60,6 +65,8 @@ class UserFunction:
     file: str = ""
     narrower: tuple[str, ...] = ()
     wrapped: tuple[str, ...] = ()
+    state: Mapping[str, str] = field(default_factory=dict)
+    parameters: Parameters | None = None
 
     def example(self, bucket: Mapping[str, int], where: str) -> Example:
         """Return the arguments at a bucket."""
@@ -157,6 +164,13 @@ def find_function(
     user = UserFunction(
         function, args, shapes, weights, modules, _file_of(found), narrower, wrapped
     )
+    if not weights and file is None:  # `jit` takes no program with weights
+        constants.forget_functions()
+        with modules.in_use():
+            held = function_state(found, ())
+        state = {place: constants.dumps(constants.plain(each)) for place, each in held.items()}
+        own = Parameters(found, static=(None, None), donated=(None, None))
+        user = replace(user, state=state, parameters=own)
     _check_names(user, found, program, where)
     return user
 

@@ -207,6 +207,7 @@ def lower_function(
         symbolic=symbolic,
         traced=jaxpr,
         settings=settings,
+        state=_state(user, example.value, spec) or None,
         narrowed=user.narrowed(spec.bucket, f"{section}: args"),
         trials=trials if mesh is None and "cpu" in exported.platforms else tuple,
     )
@@ -291,6 +292,16 @@ def _with_static(
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which jax knows the axes of a mesh."""
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
+
+
+def _state(user: UserFunction, given: Any, spec: ProgramSpec) -> dict[str, str]:
+    """Return the state of a function, without the defaults of parameters that a program has otherwise."""
+    if user.parameters is None:
+        return {}
+    args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+    bound = {*user.parameters.named(args, kwargs), *spec.static}
+    unread = {f"default {name}" for name in bound}
+    return {place: text for place, text in user.state.items() if place not in unread}
 
 
 def _with_variables(arrays: Sequence[Array], variables: Variables) -> tuple[Array, ...]:

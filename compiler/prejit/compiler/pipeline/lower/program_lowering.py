@@ -72,6 +72,9 @@ def lower(space: Workspace, program: PlannedProgram) -> Lowered:
         first = next(each for each in plan.programs if each.spec.section == section)
         if made.narrowed and name == first.spec.name:
             progress.note(_narrowed(section, made.narrowed))
+        unknown = [at for at, text in (made.state or {}).items() if '["unknown",' in text]
+        if unknown and name == first.spec.name:
+            progress.note(_incomparable(section, unknown))
         return put_lowered(made, store)
     with progress.phase(f"lowering {name}"), store.making(program.key):
         if (found := find_lowered(program.key, store)) is not None:
@@ -120,6 +123,14 @@ def _narrowed(section: str, arguments: Sequence[str]) -> str:
     """Return what people read of arguments that jax takes for narrower ones."""
     return (
         f"{section} is built with {few(arguments)}: jax_enable_x64 is off, and calls convert alike"
+    )
+
+
+def _incomparable(section: str, places: Sequence[str]) -> str:
+    """Return what people read of values that a function holds and no other process can compare."""
+    return (
+        f"{section}: no process can compare what its function holds as {few(places)}: "
+        "prejit.runtime.jit will not take it; Bundle.call does"
     )
 
 
@@ -324,6 +335,7 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         results_tree=program.results_tree,
         symbolic=None if program.symbolic is None else _put_frame(program.symbolic, store),
         settings=program.settings,
+        state=program.state,
         trials=tuple(
             StoredTrial({**each.sizes}, each.padded, store.put_blob(each.portable))
             for each in program.trials()

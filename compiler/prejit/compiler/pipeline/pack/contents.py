@@ -152,6 +152,7 @@ def _program(
         open_sizes=spec.open_sizes or None,
         calls=tuple(name for name, _ in executable.job.source.calls) or None,
         settings=lowered.settings,
+        state=lowered.state,
     )
 
 

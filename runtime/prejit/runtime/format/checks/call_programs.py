@@ -50,16 +50,21 @@ def check_programs(config: Config, path: str) -> None:
 
 @rejecting
 def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
-    """7. Return the values of a program's static arguments by name."""
+    """7. Return the values of a program's static arguments by name. Those of `state` are checked, too."""
     values: dict[str, Constant] = {}
-    for name, text in (program.static or {}).items():
+    fields = {"state": program.state, "static": program.static}
+    for field, name, text in (
+        (f, *item) for f, each in fields.items() for item in (each or {}).items()
+    ):
         try:
-            values[name] = constants.parse(found := json.loads(text))
+            value = constants.parse(found := json.loads(text))
             canonical = constants.dumps(found) == text
         except (ValueError, RecursionError):
             canonical = False
         if not canonical:
-            raise ValueError(f"static {name!r:.80}: expected a constant, found {text!r:.80}")
+            raise ValueError(f"{field} {name!r:.80}: expected a constant, found {text!r:.80}")
+        if field == "static":
+            values[name] = value
     return values
 
 

@@ -40,7 +40,7 @@ CHUNK_ALGORITHM = "blake3"
 
 USER_FIELDS = (
     *("arguments_tree", "results_tree", "static", "mask", "pad", "symbolic", "open_sizes", "calls"),
-    "settings",
+    *("settings", "state"),
 )
 """Fields of a program that only those of kind `call` may have."""
 
