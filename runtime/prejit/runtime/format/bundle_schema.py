@@ -142,7 +142,7 @@ class ProgramEntry:
         mask: name or position of the argument that is false for padding; a caller may leave it out.
         calls: the names by which it calls handlers of `Config.libraries`, sorted; None: it calls none.
         settings: jax's settings of its trace that were not defaults; None: the build did not trace it.
-        state: constants that its function holds (function_state.py), as `static`; None: it holds none.
+        state: constants that its function holds, by place (jit_call.py), as `static`; None: none.
     """
 
     name: str

@@ -1,13 +1,19 @@
-"""A call of a jitted function: its arguments by the function's parameters, as jax.jit tells them apart."""
+"""A call of a jitted function: its arguments, as jax.jit tells them apart, and what the function holds."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import json
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, final
 
+from prejit.runtime.format import constants
+from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.constants import Constant
 from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 Chosen = tuple[int | Sequence[int] | None, str | Sequence[str] | None]
@@ -174,6 +180,51 @@ class Parameters:
         }
         donated = frozenset(chosen & arrays.keys())
         return JittedCall(arrays, tuple(placed), nameable, static, donated, tuple(order))
+
+
+def function_state(function: Callable[..., Any], bound: Iterable[str]) -> dict[str, Constant]:
+    """Return the values that a function holds, by place: `self`, `closure rate`, `default rate`.
+
+    Defaults of the parameters `bound`, which a call or a program has, do not count.
+    """
+    defaults = Parameters(function, static=(None, None), donated=(None, None)).defaults
+    found = {f"default {name}": value for name, value in defaults.items() if name not in bound}
+    while not isinstance(function, types.FunctionType):
+        if isinstance(function, functools.partial):
+            given = (*enumerate(function.args), *function.keywords.items())
+            found |= {f"partial {key}": each for key, each in given if key not in defaults}
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            found["self"] = function.__self__
+            function = function.__func__
+        elif hasattr(function, "lower") and hasattr(function, "__wrapped__"):  # of jax.jit
+            function = function.__wrapped__
+        else:
+            found["object"] = function
+            break
+    else:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        found |= {f"closure {n}": c.cell_contents for n, c in cells if c != types.CellType()}
+        if not defaults:  # of a wrapper, whose signature is that of the function inside
+            own = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
+            found |= {name: value for name, value in own.items() if value}
+    return {name: constants.encode(value) for name, value in found.items()}
+
+
+def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Iterable[str]) -> str:
+    """Return which state of a function is not that of a program's build; empty: none."""
+    if program.state is None:
+        return ""
+    found = function_state(function, {*bound, *(program.static or ())})
+    built = {name: constants.parse(json.loads(text)) for name, text in program.state.items()}
+    for name in {**built, **found}:
+        if name in built and name in found and constants.same(built[name], found[name]):
+            continue
+        sides = [constants.shown(side[name]) if name in side else "none" for side in (built, found)]
+        unknown = [getattr(side.get(name), "is_unknown", False) for side in (built, found)]
+        why = ", which no other process can compare" * any(unknown)
+        return f"{program.name}: {name}: expected {sides[0]}, found {sides[1]}{why}"
+    return ""
 
 
 def _jax_version() -> tuple[int, ...]:

@@ -14,8 +14,7 @@ from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import constants, trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.constants import Constant, EncodedConstant
-from prejit.runtime.jitted.function_state import state_misfit
-from prejit.runtime.jitted.jit_call import JittedCall
+from prejit.runtime.jitted.jit_call import JittedCall, state_misfit
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
 from prejit.runtime.programs.pytree import constant_values, constants_misfit, kind_of_dict, spell

@@ -30,8 +30,7 @@ from prejit.compiler.manifest.manifest_checks import key_problems
 from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format import constants
-from prejit.runtime.jitted.function_state import function_state
-from prejit.runtime.jitted.jit_call import Parameters
+from prejit.runtime.jitted.jit_call import Parameters, function_state
 from prejit.runtime.programs.pytree import changes_itself
 from prejit.runtime.recorded.hook.plain_functions import is_plain
 

@@ -50,22 +50,18 @@ def check_programs(config: Config, path: str) -> None:
 
 @rejecting
 def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
-    """7. Return the values of a program's static arguments by name. Those of `state` are checked, too."""
+    """7. Return the values of a program's static arguments by name, and check those of its `state`."""
     values: dict[str, Constant] = {}
-    fields = {"state": program.state, "static": program.static}
-    for field, name, text in (
-        (f, *item) for f, each in fields.items() for item in (each or {}).items()
-    ):
+    static = program.static or {}
+    for name, text in (*(program.state or {}).items(), *static.items()):
         try:
-            value = constants.parse(found := json.loads(text))
+            values[name] = constants.parse(found := json.loads(text))
             canonical = constants.dumps(found) == text
         except (ValueError, RecursionError):
             canonical = False
         if not canonical:
-            raise ValueError(f"{field} {name!r:.80}: expected a constant, found {text!r:.80}")
-        if field == "static":
-            values[name] = value
-    return values
+            raise ValueError(f"static {name!r:.80}: expected a constant, found {text!r:.80}")
+    return {name: values[name] for name in static}
 
 
 @rejecting
