@@ -283,7 +283,7 @@ def with_own_keywords(k):
 STATE = {
     "closure": (closed_over, "closure held: expected 2.0, found 3.0"),
     "array": (lambda k: closed_over(jnp.full(4, k)), "closure held: expected jax"),
-    "host": (lambda k: closed_over(np.full(4, k)), "closure held: expected numpy:ndarray"),
+    "host": (lambda k: closed_over(np.full(8, k)[::-2]), "closure held: expected numpy:ndarray"),
     "key": (lambda k: closed_over(jax.random.key(int(k)), drawn), "closure held: expected jax"),
     "nested": (lambda k: closed_over(None, lambda x, _: closed_over(k)(x)), "closure use"),
     "nnx": (nnx_sum, "closure held: expected .*:Net"),

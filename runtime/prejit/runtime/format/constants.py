@@ -345,7 +345,7 @@ def _parts(value: Any) -> list[Any]:
             options = ("static_argnums", "static_argnames", "global_cache_key")
             return [value.__wrapped__, *(state[name] for name in options)]
         case "ndarray" | "ArrayImpl" if not value.dtype.hasobject:
-            content = memoryview(value.__array__().reshape(-1).view("uint8"))
+            content = memoryview(value.__array__().ravel().view("uint8"))
             weak = getattr(value, "weak_type", False)
             return [str(value.dtype), value.shape, weak, digest_of(content)]
         case "flax.nnx.tracers.TraceState":  # where an object was made
