@@ -18,7 +18,7 @@ from prejit.runtime.device.jax_arrays import is_jax_array
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, UsageError
 from prejit.runtime.fallback_reporting import count_axis
-from prejit.runtime.jitted.jit_call import Parameters
+from prejit.runtime.jitted.jit_call import Parameters, state_misfit
 from prejit.runtime.jitted.jit_program_choice import Fit, MissError, find
 from prejit.runtime.jitted.jit_shardings import check_shardings, is_set
 from prejit.runtime.jitted.returned import Returned, from_bundle, from_trace
@@ -215,6 +215,8 @@ class _Jitted(OneProcess):
         self._by_name: set[tuple[int | str, ...]] = set()
         """Forms of calls whose arrays come in another order than by name, in which the program takes them:
         the number of arguments by position, and the names of the others."""
+        self._compared: set[Any] = set()
+        """Programs and forms of calls that the function's state fits, where jaxlib keeps no signatures."""
         self._loaded: dict[str, None] = {}
         self._traced: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
@@ -249,7 +251,7 @@ class _Jitted(OneProcess):
         bundle = self._bundle
         try:
             self._check_settings(bundle)
-            fit = find(bundle.on_jax, self._name, call, self._fun, self._parameters.defaults)
+            fit = find(bundle.on_jax, self._name, call, self._parameters.defaults)
             if fit.order != call.order:
                 # jaxlib passes arrays in the call's order. The same call in the program's order is another
                 # signature.
@@ -266,6 +268,10 @@ class _Jitted(OneProcess):
                 if not by_place:
                     self._by_name.add(form)
                 return self.function(*ordered[0], **ordered[1]), None, False
+            if self._dispatch is not None or (fit.program.name, form) not in self._compared:
+                if misfit := state_misfit(fit.program, self._fun, call.arrays):
+                    raise MissError("state", misfit)
+                self._compared.add((fit.program.name, form))
             returned = self._returned(bundle, fit, args, kwargs)
             check_shardings(bundle.on_jax, fit, call, self._shardings, returned.structure)
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,22 +14,12 @@ from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import constants, trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.constants import Constant, EncodedConstant
-from prejit.runtime.jitted.jit_call import JittedCall, state_misfit
+from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
 from prejit.runtime.programs.pytree import constant_values, constants_misfit, kind_of_dict, spell
 
-AXES = (
-    "settings",
-    "weights",
-    "structure",
-    "static",
-    "dtype",
-    "shape",
-    "donation",
-    "device",
-    "state",
-)
+AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
 """What a call and a program may differ in, in the order in which they are compared."""
 _SHOWN = 3
 """Maximum number of programs whose difference a message shows."""
@@ -96,16 +86,10 @@ class _Leaves:
                 self.constants[constant.text] = _DIFFERENT
 
 
-def find(
-    programs: JaxPrograms,
-    name: str,
-    call: JittedCall,
-    function: Callable[..., Any],
-    defaults: Mapping[str, Any],
-) -> Fit:
+def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
     """Return the first bucket of a program that takes a call.
 
-    `function` is what `jit` was given, `defaults` are those of its parameters.
+    `defaults` are those of the function's parameters.
 
     Raises:
         MissError: there is no such program, or none of its buckets takes the call.
@@ -122,10 +106,7 @@ def find(
     misses: list[MissError] = []
     for program in buckets:
         try:
-            fit = _fit(programs, program, call, defaults)
-            if misfit := state_misfit(program, function, call.arrays):
-                raise MissError("state", misfit)
-            return fit
+            return _fit(programs, program, call, defaults)
         except MissError as miss:
             misses.append(miss)
     farthest = max(misses, key=lambda miss: AXES.index(miss.axis)).axis
