@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,7 +26,8 @@ from flax.training.train_state import TrainState
 from prejit.compiler import Program, build, program
 from prejit.runtime import UsageError, jit, load
 from prejit.runtime.device import _jit_dispatch
-from prejit.runtime.errors import FallbackWarning, ManifestError
+from prejit.runtime.errors import FallbackWarning, ManifestError, RejectError
+from prejit.runtime.format.checks.call_programs import check_static
 
 from .conftest import functions_manifest
 
@@ -385,6 +386,9 @@ def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_c
     with pytest.raises(UsageError, match=r"default k: expected 2.0, found 3.0"):
         strict(functools.partial(held.scaled, k=3.0), name="scaled", **options)(X)
     np.testing.assert_array_equal(bundle.call("step", X), X * 0.5)
+    damaged = replace(bundle.config.programs[0], state={"self": "[ 1]"})
+    with pytest.raises(RejectError, match="'self': expected a constant, found"):
+        check_static(damaged, "config")
 
 
 def test_what_no_process_can_compare_is_said_at_the_build(tmp_path, build_cache, capsys):

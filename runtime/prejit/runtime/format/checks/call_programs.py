@@ -60,7 +60,7 @@ def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
         except (ValueError, RecursionError):
             canonical = False
         if not canonical:
-            raise ValueError(f"static {name!r:.80}: expected a constant, found {text!r:.80}")
+            raise ValueError(f"{name!r:.80}: expected a constant, found {text!r:.80}")
     return {name: values[name] for name in static}
 
 
