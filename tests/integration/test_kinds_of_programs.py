@@ -303,7 +303,7 @@ STATE = {
         "closure held",
     ),
 }
-"""What makes functions of a number that they hold, and why one of 3 does not take the program of 2."""
+"""What makes a function that holds a number, and why the one that holds 3 gets no program of 2."""
 
 
 def twice_called(x, function):

@@ -1,4 +1,4 @@
-"""What a recording says of the one before it."""
+"""A recording confirms the calls of the one before, or names the input in which they differ."""
 
 import pytest
 
