@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 import threading
+import types
 import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
@@ -282,6 +283,28 @@ def with_own_keywords(k):
     return wrapper
 
 
+class Lowerable(Scale):
+    """An object with the attributes of what jax.jit returns."""
+
+    lower, __wrapped__ = None, staticmethod(twice)
+
+
+def shifted(a, b, x):
+    return a * x - b
+
+
+def in_order(x, **factors):
+    for name, factor in factors.items():
+        x = x * factor - len(name)
+    return x
+
+
+def partial_of_method(k):
+    if k == 2:
+        return functools.partial(types.MethodType(shifted, 2.0), 3.0)
+    return types.MethodType(functools.partial(shifted, 3.0), 2.0)
+
+
 STATE = {
     "closure": (closed_over, "closure held: expected 2.0, found 3.0"),
     "array": (lambda k: closed_over(jnp.full(4, k)), "closure held: expected jax"),
@@ -296,7 +319,19 @@ STATE = {
     "trainer": (lambda k: Trainer(k).jitted, "self: expected .*:Trainer"),
     "partial": (lambda k: functools.partial(use, c=k), "default c: expected 2.0, found 3.0"),
     "placed": (lambda k: functools.partial(pow, k), "partial 0: expected 2.0, found 3.0"),
+    "keywords": (
+        lambda k: functools.partial(
+            in_order, **dict(sorted({"a": 1, "bb": 2}.items(), reverse=k > 2))
+        ),
+        "partial keywords: expected {'a': 1, 'bb': 2}, found {'bb': 2, 'a': 1}",
+    ),
+    "inside": (
+        lambda k: functools.partial(jax.jit(functools.partial(shifted, 4.0)), k),
+        "partial 0: expected 2.0, found 3.0",
+    ),
+    "order": (partial_of_method, "inner self: expected 2.0, found none"),
     "object": (Scale, "object: expected .*:Scale"),
+    "lowerable": (Lowerable, "object: expected .*:Lowerable"),
     "vmap": (lambda k: jax.vmap(closed_over(k)), "closure fun: expected .*vmap"),
     "jitted": (
         lambda k: jax.jit(closed_over(jax.jit(closed_over(k)), twice_called)),

@@ -124,11 +124,8 @@ def jit(
             ...
 
     The first call of a signature (structure, shapes, dtypes and places of the arguments, static values) looks
-    for the program that fits. Later calls take as long as those of jax.jit. If no program fits, jax compiles
-    the function, with one FallbackWarning that says what differs. Inside other transformations of jax
-    (`grad`, `vmap`, `jit`, `scan`) it is the jitted function alone.
-
-    The function is traced, not compiled, where the bundle lacks a class or constant of the results.
+    for the program that fits. If none fits, jax compiles the function, and one FallbackWarning says what
+    differs. Inside other transformations of jax (`grad`, `vmap`, `scan`) it is the jitted function alone.
 
     The bundle runs the function as it was built: build again after a change. A call does not fit if constants
     in its arguments, or in the function (closure, defaults, a method's object), are not those of the build.

@@ -19,6 +19,7 @@ from prejit.runtime.recorded.hook.plain_functions import is_plain
 Chosen = tuple[int | Sequence[int] | None, str | Sequence[str] | None]
 """The places and the names of parameters, such as static_argnums and static_argnames of jax.jit."""
 _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_JITTED = ("PjitFunction", "_Interpreted")  # of jax.jit, and of `jit`
 _ANY = Signature(
     [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
 )
@@ -100,8 +101,11 @@ class Parameters:
             by_place = frozenset(place for place, name in both if name in by_name)
         elif names is None:
             by_name = frozenset(name for place, name in both if place in by_place)
-        if min(by_place, default=0) < 0 and _jax_version() >= (0, 12):
-            return self._from_the_end(by_place, by_name if names is not None else None)
+        if min(by_place, default=0) < 0:
+            import jax
+
+            if jax.__version_info__ >= (0, 12):
+                return self._from_the_end(by_place, by_name if names is not None else None)
         return by_place, by_name
 
     def _from_the_end(
@@ -183,21 +187,25 @@ class Parameters:
 
 
 def function_state(function: Callable[..., Any], bound: Iterable[str]) -> dict[str, Constant]:
-    """Return the values that a function holds, by place: `self`, `closure rate`, `default rate`.
+    """Return the values that a function holds, by place: `closure rate`, `self`, `inner partial 0`.
 
     Defaults of the parameters `bound`, which a call or a program has, do not count.
     """
     defaults = Parameters(function, static=(None, None), donated=(None, None)).defaults
     found = {f"default {name}": value for name, value in defaults.items() if name not in bound}
+    inner = ""
     while not isinstance(function, types.FunctionType):
         if isinstance(function, functools.partial):
-            given = (*enumerate(function.args), *function.keywords.items())
-            found |= {f"partial {key}": each for key, each in given if key not in defaults}
+            found |= {f"{inner}partial {place}": each for place, each in enumerate(function.args)}
+            if more := {k: v for k, v in function.keywords.items() if k not in defaults}:
+                found[f"{inner}partial keywords"] = more  # in order, which **kwargs shows
             function = function.func
+            inner += "inner "
         elif isinstance(function, types.MethodType):
-            found["self"] = function.__self__
+            found[f"{inner}self"] = function.__self__
             function = function.__func__
-        elif hasattr(function, "lower") and hasattr(function, "__wrapped__"):  # of jax.jit
+            inner += "inner "
+        elif type(function).__name__ in _JITTED and hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         else:
             found["object"] = function
@@ -225,13 +233,6 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
         why = ", which no other process can compare" * any(unknown)
         return f"{program.name}: {name}: expected {sides[0]}, found {sides[1]}{why}"
     return ""
-
-
-def _jax_version() -> tuple[int, ...]:
-    """Return the version of jax, which only unusual options need."""
-    import jax
-
-    return tuple(jax.__version_info__)
 
 
 def _item(place: int) -> str:
