@@ -5,12 +5,11 @@ import json
 import random
 import shutil
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.extent import examples
-from tests.layouts import write_root
+from tests.layouts import GOLDEN, write_root
 
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import RejectError
@@ -63,9 +62,6 @@ def nothing_runs(monkeypatch):
 
 def names_the_file(error, file):
     return error.path == str(file) and str(file) in str(error) and error.hint is not None
-
-
-GOLDEN = Path(__file__).parents[2] / "format" / "v1"
 
 
 @pytest.mark.parametrize("name", ["decoder", "kernels", "call"])
