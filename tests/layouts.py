@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+GOLDEN = Path(__file__).parent / "format" / "v1"
+"""Bundles of the first version of the format."""
 INDEX = "application/vnd.oci.image.index.v1+json"
 
 

@@ -15,46 +15,20 @@ from prejit.server.engine.engine import Engine
 
 PROMPT = [1, 2, 3]
 
-CALLS = {
-    "generate": lambda bundle: bundle.generate(PROMPT, max_new_tokens=1),
-    "generate_n": lambda bundle: bundle.generate_n(PROMPT, 2, max_new_tokens=1),
-    "generate_batch": lambda bundle: bundle.generate_batch([PROMPT]),
-    "stream": lambda bundle: bundle.stream(PROMPT),
-    "session": lambda bundle: bundle.session(),
-    "prefix": lambda bundle: bundle.prefix(PROMPT),
-    "batch": lambda bundle: bundle.batch(1),
-    "close_first": lambda bundle: Engine(bundle),
-    "sleep": lambda bundle: bundle.sleep(),
-    "wake": lambda bundle: bundle.wake(),
-    "request": lambda bundle: bundle.request(PROMPT),
-    "decoder": lambda bundle: bundle.decoder,
-    "tokenizer": lambda bundle: bundle.tokenizer,
-    "has_tokenizer": lambda bundle: bundle.has_tokenizer,
-    "apply_chat_template": lambda bundle: bundle.apply_chat_template([]),
-    "encode": lambda bundle: bundle.encode("a"),
-    "encode_batch": lambda bundle: bundle.encode_batch(["a"]),
-    "score": lambda bundle: bundle.score("a", ["b"]),
-    "adapters": lambda bundle: bundle.adapters,
-    "embed_images": lambda bundle: bundle.embed_images(np.zeros((2, 2, 3), "u1")),
-    "score_images": lambda bundle: bundle.score_images(np.zeros((2, 2, 3), "u1")),
-    "image_labels": lambda bundle: bundle.image_labels,
-    "call": lambda bundle: bundle.call("f", np.ones(4, "f")),
-    "call_async": lambda bundle: bundle.call_async("f", np.ones(4, "f")),
-    "call_on_device": lambda bundle: bundle.call_on_device("f", np.ones(4, "f")),
-    "call_by_path": lambda bundle: bundle.call_by_path("f", {(0,): np.ones(4, "f")}),
-    "bind": lambda bundle: bundle.bind("f", np.ones(4, "f")),
-    "prepare": lambda bundle: bundle.prepare(),
-    "check_answers": lambda bundle: list(bundle.check_answers()),
-    "wrong_answers": lambda bundle: list(bundle.wrong_answers()),
-    "report": lambda bundle: bundle.report(),
-    "start_report": lambda bundle: bundle.start_report(),
-    "device_memory_bytes": lambda bundle: bundle.device_memory_bytes(),
-    "on_jax": lambda bundle: bundle.on_jax,
-    "generator": lambda bundle: bundle.generator,
-    "user_programs": lambda bundle: bundle.user_programs,
-    "dispatched": lambda bundle: bundle.dispatched,
-    "text": lambda bundle: bundle.text,
+X, PIXELS = np.ones(4, "f"), np.zeros((2, 2, 3), "u1")
+METHODS = {
+    **dict.fromkeys(("generate", "stream", "prefix", "request"), (PROMPT,)),
+    **dict.fromkeys(("session", "sleep", "wake", "prepare", "report", "start_report"), ()),
+    **dict.fromkeys(("check_answers", "wrong_answers", "device_memory_bytes"), ()),
+    **dict.fromkeys(("call", "call_async", "call_on_device", "bind"), ("f", X)),
+    **dict.fromkeys(("embed_images", "score_images"), (PIXELS,)),
+    **{"generate_n": (PROMPT, 2), "generate_batch": ([PROMPT],), "batch": (1,)},
+    **{"apply_chat_template": ([],), "encode": ("a",), "encode_batch": (["a"],)},
+    **{"score": ("a", ["b"]), "call_by_path": ("f", {(0,): X})},
 }
+"""Each method with arguments."""
+PROPERTIES = {"decoder", "tokenizer", "has_tokenizer", "adapters", "image_labels", "on_jax"}
+PROPERTIES |= {"generator", "user_programs", "dispatched", "text"}
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +40,38 @@ def functions_dir(build_programs):
 def test_a_closed_bundle_says_that_it_is_closed(decoder_dir):
     bundle = load(decoder_dir)
     bundle.close()
-    for way, call in CALLS.items():
+
+    def ask(name):
+        found = getattr(bundle, name)
+        if name in METHODS:
+            found = found(*METHODS[name])
+        return list(found)  # a generator says it at its first value
+
+    for name in (*METHODS, *PROPERTIES):
         try:
             with pytest.raises(ClosedError, match=r"^decoder: expected an open bundle, found one"):
-                call(bundle)
+                ask(name)
         except BaseException as error:
-            error.add_note(way)
+            error.add_note(name)
             raise
+    with pytest.raises(ClosedError, match=r"^decoder: expected an open bundle, found one"):
+        Engine(bundle)
     assert bundle.name == "decoder"
     # A new method must be closed too.
-    others = {"close", "defaults", "encoder", "images", "has_chat_template", "render_chat_template"}
+    others = {
+        "close",
+        "close_first",
+        "defaults",
+        "encoder",
+        "images",
+        "has_chat_template",
+        "render_chat_template",
+    }
     others |= {"runner_with_zeros", "check_finite", "timed_runner", "watch_runs", "finish"}
     others |= {"kernel_names"}
-    assert {name for name in dir(Bundle) if not name.startswith("_")} == {*CALLS} | others
+    assert {name for name in dir(Bundle) if not name.startswith("_")} == {
+        *METHODS
+    } | PROPERTIES | others
 
 
 _FORKING = """

@@ -2,17 +2,17 @@
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.layouts import GOLDEN
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import FallbackWarning
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-DECODER = Path(__file__).parents[2] / "format" / "v1" / "decoder"
+DECODER = GOLDEN / "decoder"
 X = np.ones((2, 16), np.float32)
 
 

@@ -77,11 +77,8 @@ def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero, monkeypatc
         "other": 100 - 5 - 15 - 9 - 9 - 39 - 10 + 0,
     }
     monkeypatch.setattr(process_facts, "imports", [Span("imports", ME, 6, 18)])
-    assert parts_of(times=LoadTimes(20, False, (), 1, 2, 3)) == {
-        "loading": 40,
-        "first_run": 30,
-        "other": 10,
-    }
+    found = parts_of(times=LoadTimes(20, False, (), 1, 2, 3))
+    assert found == {"loading": 40, "first_run": 30, "other": 10}
 
 
 @pytest.mark.parametrize("forked", [10.0, 50.0, 90.0])

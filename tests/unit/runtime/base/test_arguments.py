@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
+from tests.layouts import GOLDEN
 
 from prejit.runtime import PrejitError, PrejitWarning, Request, Sampling, UsageError, load
 from prejit.runtime.base.arguments import described
@@ -23,7 +24,6 @@ from prejit.runtime.generation.options import OPTIONS
 from prejit.runtime.programs.fitted_arguments import instead
 
 VOCAB = 48
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 @pytest.fixture(scope="module")

@@ -73,11 +73,8 @@ def test_a_name_means_one_thing_in_all_commands_and_no_path_is_checked_early():
             kinds.setdefault(spelling, set()).add(kind_of(option))
     # A key of `sign` is one; a channel has several. An adapter of `generate` needs no name, and its images
     # are files, where `push` makes one of a container.
-    assert {spelling for spelling, found in kinds.items() if len(found) > 1} <= {
-        "--key",
-        "--adapter",
-        "--image",
-    }
+    several = {spelling for spelling, found in kinds.items() if len(found) > 1}
+    assert several <= {"--key", "--adapter", "--image"}
     # A forbidden file is an error of whoever opens it, and no wrong usage.
     parameters = (each for command in LEAVES.values() for each in command.params)
     paths = [each.type for each in parameters if isinstance(each.type, click.Path)]

@@ -22,12 +22,9 @@ def file(image, kind, **options):
 def test_a_picture_that_is_refused_is_named(monkeypatch):
     long = np.zeros((200_000, 1, 3), np.uint8)
     plain = Image.new("RGB", (30, 30), "red")
+    too_many = "an image of at most 67108864 pixels after its shorter"
     for wrong, message in (
-        (
-            file(Image.fromarray(long), "PNG"),
-            "an image of at most 67108864 pixels after its shorter",
-        ),
-        (long, "an image of at most 67108864 pixels after its shorter"),
+        *((each, too_many) for each in (file(Image.fromarray(long), "PNG"), long)),
         (
             file(plain, "PPM"),
             r"an image that Pillow reads \(PNG, JPEG, .*: of another format, or damaged$",

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
+from tests.layouts import GOLDEN
 
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.layout import Layout
@@ -15,7 +15,6 @@ from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 PATH = "somewhere/blob"
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 SCORE = "score/b2"
 
 

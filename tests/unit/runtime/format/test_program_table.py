@@ -368,16 +368,16 @@ def test_7_an_endless_cache_is_not_read_and_ends_and_levels_are_those_of_models(
 
 
 def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs():
-    """Contexts times sources would be 640,000 buckets, of 100 MB."""
+    """Contexts times sources would be 160,000 buckets, of 25 MB."""
     config = golden_config("reader")
-    sizes = range(1, 801)
+    sizes = range(1, 401)
     programs = [
         *(resized(config, "decode/b1-c8", context=size) for size in sizes),
         *(resized(config, "prefill/b1-t4-c8", prompt=1, context=size) for size in sizes),
         *(resized(config, READ, context=1, source=size) for size in sizes),
     ]
     forged = dataclasses.replace(config, programs=tuple(programs))
-    with in_little_memory(40 << 20):
+    with in_little_memory(15 << 20):
         rejected(forged, replaced(), "context 2 and source 1: expected one")
 
 

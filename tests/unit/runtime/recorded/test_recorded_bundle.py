@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.layouts import GOLDEN
 
 from prejit.runtime import __main__
 from prejit.runtime.errors import UsageError
@@ -18,8 +19,6 @@ from prejit.runtime.recorded import recorded_bundle
 from prejit.runtime.recorded.recorded_bundle import on_cpu, open_recorded
 
 from .conftest import FILES, content_of, layer_of
-
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 def found_in(directory):

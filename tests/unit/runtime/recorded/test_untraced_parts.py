@@ -230,21 +230,18 @@ def test_inputs_are_compared_up_to_the_call(files):
     assert comparison.difference(2) == f"the file {files / 'absent.txt'}"
 
 
-@pytest.mark.parametrize("change", ["content", "removed", "listing"])
-def test_a_changed_input_is_named(files, change):
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda files: (files / "a.txt").write_text("two"), "a.txt"),
+        (lambda files: (files / "a.txt").unlink(), "a.txt"),
+        (lambda files: (files / "listed" / "new").touch(), "listed"),
+    ],
+)
+def test_a_changed_input_is_named(files, change, expected):
     comparison = compared(files)
-    if change == "content":
-        (files / "a.txt").write_text("two")
-    elif change == "removed":
-        (files / "a.txt").unlink()
-    else:
-        (files / "listed" / "new").touch()
-    expected = (
-        f"the names in the directory {files / 'listed'}"
-        if change == "listing"
-        else str(files / "a.txt")
-    )
-    assert expected in comparison.difference(1)
+    change(files)
+    assert str(files / expected) in comparison.difference(1)
 
 
 def test_a_file_with_other_times_is_read_once_and_has_a_receipt(files, monkeypatch):
@@ -261,11 +258,7 @@ def test_a_file_with_other_times_is_read_once_and_has_a_receipt(files, monkeypat
 def test_a_trace_inside_another_is_counted_once(monkeypatch):
     clock, now = StartClock(), iter((2.0, 3.0, 5.0, 9.0))
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    for seconds in (
-        1.0,
-        0.5,
-        4.5,
-        2.0,
-    ):  # from 1 to 2 and from 2.5 to 3, inside 0.5 to 5; from 7 to 9
+    # From 1 to 2 and from 2.5 to 3, inside 0.5 to 5; from 7 to 9.
+    for seconds in (1.0, 0.5, 4.5, 2.0):
         clock.traced(seconds)
     assert clock.read()["tracing"] == 6.5

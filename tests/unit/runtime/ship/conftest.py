@@ -1,17 +1,14 @@
 """A store of this machine for each test, a registry with golden bundles, and no pauses between attempts."""
 
-from pathlib import Path
-
 import pytest
 from tests.fake_registry import fake_registry
+from tests.layouts import GOLDEN
 
 from prejit.runtime.base import process_facts
 from prejit.runtime.ship import registry_client, remote_files
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
-
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 def moved(source, target, *targets, form=""):

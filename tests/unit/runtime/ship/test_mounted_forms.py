@@ -95,9 +95,8 @@ def test_a_layer_depends_on_its_blob_alone_and_a_transfer_goes_on_in_its_middle(
     [manifest] = documents(shipment).values()
     first = manifest["layers"][0]
     # No Python and no release of prejit may change it: registries and nodes hold it by this name.
-    assert (
-        first["digest"] == "sha256:f5c24252084986dcdd11314906d93fcb4d46543c8ae4023241ba8718fa8bf0f7"
-    )
+    digest = "sha256:f5c24252084986dcdd11314906d93fcb4d46543c8ae4023241ba8718fa8bf0f7"
+    assert first["digest"] == digest
     with tarfile.open(fileobj=io.BytesIO(content_of(source, first)), mode="r:") as tar:
         names = [each.name for each in tar]
     index = read_root(open_repository(parse_reference(str(GOLDEN / "decoder"))).open("", ""))

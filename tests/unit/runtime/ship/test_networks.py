@@ -7,12 +7,12 @@ import os
 import ssl
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import trustme
 from tests.fake_registry import fake_registry
 from tests.http_serving import QuietHandler, serving
+from tests.layouts import GOLDEN
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.ship import registry_login
@@ -21,7 +21,7 @@ from prejit.runtime.ship.registry_login import find_login
 
 from .conftest import moved
 
-CALL = Path(__file__).parents[3] / "format" / "v1" / "call"
+CALL = GOLDEN / "call"
 VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY")
 

@@ -40,13 +40,8 @@ def metaspace():
 
 
 def _base():
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-    }
+    absent = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+    return {"version": "1.0", "added_tokens": [], **absent}
 
 
 @pytest.mark.parametrize("made", [byte_level, llama_2, metaspace])

@@ -32,10 +32,8 @@ POLICY = parse_policy(
 
 def test_the_encoding_that_is_signed_is_that_of_dsse():
     # The example of the specification (secure-systems-lab/dsse, protocol.md).
-    assert (
-        pae(b"hello world", "http://example.com/HelloWorld")
-        == b"DSSEv1 29 http://example.com/HelloWorld 11 hello world"
-    )
+    expected = b"DSSEv1 29 http://example.com/HelloWorld 11 hello world"
+    assert pae(b"hello world", "http://example.com/HelloWorld") == expected
     assert pae("ä".encode(), "ä") == "DSSEv1 2 ä 2 ä".encode()
 
 

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.layouts import blob, index_of, subject_of, write_root
+from tests.layouts import GOLDEN, blob, index_of, subject_of, write_root
 from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.pipeline.layout_writing import Part, attach
@@ -22,7 +21,6 @@ from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.recorded.recorded_bundle import open_recorded
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 X = np.ones((2, 16), np.float32)
 KEYS = key_table("a") + key_table("b")
 

@@ -5,11 +5,11 @@ import shutil
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.kernel_bundles import TOY_KERNELS, built_kernels, with_library
+from tests.layouts import GOLDEN
 from tests.signers import write_policy
 
 from prejit.runtime import load
@@ -20,7 +20,6 @@ from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
 from prejit.runtime.recorded.recorded_bundle import open_recorded
 from prejit.runtime.trust import first_load
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 RULE = '[[rules]]\nnames = ["*"]\nlevel = "skip"\n'
 X = np.arange(5, dtype=np.float32)
 CONSTRUCTOR = """

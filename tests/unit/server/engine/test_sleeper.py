@@ -172,25 +172,26 @@ def test_an_engine_that_follows_another_begins_after_what_waits_there(bundle, mo
         contextlib.closing(Engine(bundle, slots=1)) as earlier,
         contextlib.closing(Engine(bundle, slots=1)) as later,
     ):
-        running = earlier.submit([1, 2], token_mask=held, **FEW)
-        assert held.began.wait(60)
-        waiting = earlier.submit([3], **FEW)
-        monkeypatch.setattr("prejit.server.engine.engine._LONGEST_TURN_SECONDS", 60.0)
-        later.begin_after(earlier)
+
+        def occupy_earlier(seconds):
+            held.began.clear()
+            held.ends.clear()
+            monkeypatch.setattr("prejit.server.engine.engine._LONGEST_TURN_SECONDS", seconds)
+            running = earlier.submit([1, 2], token_mask=held, **FEW)
+            assert held.began.wait(60)
+            waiting = earlier.submit([3], **FEW)
+            later.begin_after(earlier)
+            return running, waiting
+
+        before = occupy_earlier(60.0)
         new = later.submit([4], **FEW)
         time.sleep(0.1)
         assert not new.done()
         assert later.metrics().waiting == 1
         held.ends.set()
-        for each in (running, waiting, new):
+        for each in (*before, new):
             assert len(each.result(60).token_ids) == 4
-        held.began.clear()
-        held.ends.clear()
-        running = earlier.submit([1, 2], token_mask=held, **FEW)
-        assert held.began.wait(60)
-        waiting = earlier.submit([3], **FEW)
-        monkeypatch.setattr("prejit.server.engine.engine._LONGEST_TURN_SECONDS", 0.1)
-        later.begin_after(earlier)
+        _, waiting = occupy_earlier(0.1)
         assert len(later.generate([4], **FEW).token_ids) == 4  # it does not wait for long
         held.ends.set()
         assert len(waiting.result(60).token_ids) == 4

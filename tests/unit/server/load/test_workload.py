@@ -121,12 +121,8 @@ def test_a_log_is_refused_or_gives_its_requests_in_its_own_pattern(tmp_path):
     assert not load.is_streamed
     generator = np.random.default_rng(0)
     found = load.requests(4, generator)
-    assert [each.body for each in found] == [
-        b'{"prompt":"a"}',
-        b"no JSON",
-        b'{"stream":true}',
-        b'{"prompt":"a"}',
-    ]
+    first, streamed = b'{"prompt":"a"}', b'{"stream":true}'
+    assert [each.body for each in found] == [first, b"no JSON", streamed, first]
     assert [each.is_streamed for each in found] == [False, False, True, False]
     times = arrival_times(load.gaps(3, generator), load.rate)
     assert np.diff(times).tolist() == pytest.approx([1.0, 2.0])

@@ -50,10 +50,7 @@ def test_arguments_that_are_no_object_are_refused(arguments):
 @pytest.mark.parametrize(
     ("message", "path"),
     [
-        (
-            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
-            "content[0].type",
-        ),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0].type"),
         ({"role": "function", "content": "a"}, "role"),
         ({"role": "user", "content": 3}, "content"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "function_call"),

@@ -19,11 +19,8 @@ def test_definitions_of_tools_stay_where_their_references_look_and_are_one_each(
     schema = forced_calls(tools, only_one=False).schema
     jsonschema.validate([{"name": "move", "arguments": {"at": [1]}}], schema)
     jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, schema)
-    for wrong in (
-        [],
-        [{"name": "go", "arguments": {}}],
-        [{"name": "move", "arguments": {"at": ["x"]}}],
-    ):
+    other, letters = {"name": "go", "arguments": {}}, {"name": "move", "arguments": {"at": ["x"]}}
+    for wrong in ([], [other], [letters]):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
     assert "$defs" in POINT  # the request's own schema is unchanged
@@ -31,11 +28,9 @@ def test_definitions_of_tools_stay_where_their_references_look_and_are_one_each(
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, one)
     other = {"type": "object", "$defs": {"Point": {"type": "string"}}}
+    both = [Function(name="a", parameters=POINT), Function(name="b", parameters=other)]
     with pytest.raises(ApiError, match="one definition of 'Point'"):
-        forced_calls(
-            [Function(name="a", parameters=POINT), Function(name="b", parameters=other)],
-            only_one=False,
-        )
+        forced_calls(both, only_one=False)
 
 
 def test_only_the_allowed_tools_are_shown_and_called():

@@ -92,18 +92,6 @@ def test_machines_of_the_fleet_and_this_one_must_not_begin_to_compile():
 
 
 @pytest.mark.parametrize(
-    "requirements",
-    [
-        {"v3": needs(*V3), "v2": needs(*V2), "v4": needs(*V3, "avx512f")},
-        {"all": needs("sse3")},  # serves machines that have less, too
-        {"v2": needs(*V2, glibc="2.17")},
-    ],
-)
-def test_targets_that_serve_the_same_machines_pass(requirements):
-    assert failed(replace(OLD, requirements=requirements)) == {}
-
-
-@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"programs": decodes((1, 64), (4, 256))}, "longest context 512 -> 256"),

@@ -108,10 +108,8 @@ def test_programs_of_two_models_are_told_apart(bundle, engine, decoder_dir):
     names = {total.program.partition(": ")[0] for total in found.programs}
     assert names == {"first", "second"}
     assert found.tokens == 2 * NEW
-    assert {part.name for part in found.parts if part.group == "requests"} > {
-        "first: generate",
-        "second: generate",
-    }
+    requests = {part.name for part in found.parts if part.group == "requests"}
+    assert requests > {"first: generate", "second: generate"}
 
 
 def test_a_bundle_that_is_closed_meanwhile_spoils_nothing(decoder_dir):
