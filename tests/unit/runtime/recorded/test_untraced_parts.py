@@ -18,7 +18,9 @@ from hypothesis import given, strategies
 
 from prejit.runtime.recorded.hook import process_inputs
 from prejit.runtime.recorded.hook.file_facts import identity_of, listing_digest
-from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
+from prejit.runtime.recorded.hook.jax_calls import JaxCall
+from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import text_of
 from prejit.runtime.recorded.hook.process_inputs import (
     InputComparison,
@@ -110,6 +112,87 @@ def test_a_jaxpr_has_a_text_that_no_earlier_trace_changes():
     assert text_of(made(2.0)) == before
     assert text_of(made(3.0)) != before
     assert text_of(made(2.0, 3)) != before
+
+
+def negated(scale, x):
+    @jax.custom_jvp
+    def rule(x):
+        return -x * scale
+
+    rule.defjvps(lambda t, *_: t)
+    return rule(x)
+
+
+@jax.custom_vjp
+def by_hand(x):
+    return jnp.sin(x)
+
+
+by_hand.defvjp(lambda x: (jnp.sin(x), x), lambda x, t: (t * jnp.cos(x),))
+LIKE = (
+    *(lambda x, by=by: x * by for by in (2.0, -0.0, 0.0, float("nan"), np.float64(2), np.int32(2))),
+    *(
+        lambda x, by=by: x + by
+        for by in (np.arange(3.0), np.arange(3), jnp.arange(3.0) + 1, 1, True)
+    ),
+    *(lambda x, to=to: x.astype(to) for to in ("int32", "bfloat16", bool)),
+    *(lambda x, axis=axis: jnp.stack([x, x], axis) for axis in (0, 1)),
+    *(
+        lambda x, length=length: jax.lax.scan(lambda c, _: (c * 2, c), x, length=length)
+        for length in (2, 3)
+    ),
+    *(lambda x, by=by: jax.lax.cond(x[0] > 0, lambda: x, lambda: x * by) for by in (2, 3)),
+    *(
+        lambda x, by=by: jax.lax.while_loop(lambda x: x[0] < by, lambda x: x + 1, x)
+        for by in (2, 3)
+    ),
+    *(lambda x, scale=scale: negated(scale, x) for scale in (1.0, 2.0)),
+    *(lambda x, order=order: x[jnp.array(order)] for order in ((0, 1), (1, 0))),
+    *(lambda x, mode=mode: x.at[5].add(1.0, mode=mode) for mode in ("drop", "clip")),
+    *(
+        lambda x, impl=impl: jax.random.normal(jax.random.key(1, impl=impl), 3)
+        for impl in ("rbg", None)
+    ),
+    *(
+        lambda x, precision=precision: jnp.dot(x, x, precision=precision)
+        for precision in (None, "highest")
+    ),
+    *(
+        lambda x, inner=inner: jax.jit(inner)(x)
+        for inner in (jnp.sin, jnp.cos, jax.nn.relu, by_hand)
+    ),
+    lambda x: x - x[::-1],
+    lambda x: x[::-1] - x,
+    lambda x: {"a": x},
+    lambda y: {"a": y},
+)
+
+
+def test_jaxprs_with_one_text_are_lowered_alike():
+    """And a jaxpr that is traced anew has the text that it had."""
+
+    def lowered(function, x):
+        jax.clear_caches()
+        traced = jax.jit(lambda x: function(x)).trace(x)
+        return jaxpr_text(traced.jaxpr), traced.lower().as_text()
+
+    for x in (jnp.ones(3), jnp.ones(3, "bfloat16")):
+        programs = {}
+        for function in LIKE:
+            text, program = lowered(function, x)
+            assert lowered(function, x)[0] == text
+            assert programs.setdefault(text, program) == program
+        assert len(programs) == len(set(programs.values())) > 30
+
+
+def test_what_has_no_exact_text_is_not_kept():
+    def printing(x):
+        jax.debug.print("{}", x)
+        return x
+
+    for function in (printing, lambda x: jax.pure_callback(np.sin, x, x)):
+        with pytest.raises(NotKeptError, match=r"it has effects|it holds a"):
+            jaxpr_text(jax.make_jaxpr(function)(1.0))
 
 
 Pair = namedtuple("Pair", "left right")

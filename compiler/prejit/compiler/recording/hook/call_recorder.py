@@ -13,11 +13,12 @@ from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, 
 from prejit.runtime.recorded.hook.jax_calls import (
     CompiledCall,
     JaxCall,
-    NotKeptError,
+    TracedPart,
     executable_json,
     looks_for_nans,
 )
 from prejit.runtime.recorded.hook.kept_calls import call_name
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import digest_of
 from prejit.runtime.recorded.hook.process_inputs import command_of_process, initial_environment
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
@@ -34,13 +35,14 @@ class _Begun:
         parts: its signature; None: it has none.
         reason: why it cannot be kept, as far as the call itself tells.
         given: what `given_values` returned.
+        effects: what its trace changes; None: jax has traced it, or has traced it already.
     """
 
     call: JaxCall
     parts: dict[str, str] | None
     reason: str | None
     given: list[Any]
-    effects: TraceEffects
+    effects: TraceEffects | None
 
 
 class CallRecorder:
@@ -69,11 +71,14 @@ class CallRecorder:
         self._write([{"command": command_of_process(), "environment": initial_environment()}])
 
     def started(self, token: object, call: JaxCall) -> None:
-        """jax begins to trace a call."""
+        """jax begins with a call."""
         begun = self._begun()
         on_stack = _frames()
         for stale in [each for each in begun if each not in on_stack]:  # jax raised an error
-            begun.pop(stale).effects.found()
+            if (effects := begun.pop(stale).effects) is not None:
+                effects.found()
+        if any(each.effects is not None for each in begun.values()):
+            return  # inside a trace, for a value that the trace asks for
         parts, reason = None, None
         given: list[Any] = []
         try:
@@ -88,15 +93,18 @@ class CallRecorder:
         self._count += 1
         self._write(self._inputs())
         self._key_of()  # forget the one before
-        self._watch.effects = []
-        begun[id(token)] = _Begun(call, parts, reason, given, TraceEffects(call.function))
+        effects = None
+        if not isinstance(call.function, TracedPart):
+            effects, self._watch.effects = TraceEffects(call.function), []
+        begun[id(token)] = _Begun(call, parts, reason, given, effects)
 
     def traced(self, token: object) -> None:
         """jax has traced a call."""
         begun = self._begun().get(id(token))
-        if begun is None:
+        if begun is None or begun.effects is None:
             return
         effect = begun.effects.found()
+        begun.effects = None
         outside, self._watch.effects = self._watch.effects or [], None
         effect = effect or (f"its trace does {outside[0]}" if outside else None)
         begun.reason = begun.reason or effect

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.runtime.recorded.hook.jax_calls import JaxCall, array_text, jit_text, settings_text
+from prejit.runtime.recorded.hook.jax_calls import (
+    JaxCall,
+    TracedPart,
+    array_text,
+    jit_text,
+    settings_text,
+)
 from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
 
 PARTS = ("function", "jit", "structure", "arguments", "static", "settings")
@@ -26,13 +32,17 @@ class SignatureReader:
         """Return a text for each of PARTS.
 
         Raises:
-            NotKeptError: an argument has a sharding that is not kept.
+            NotKeptError: an argument has a sharding that is not kept, or a jaxpr has no exact text.
         """
         arrays = zip(call.arrays, call.avals, strict=True)
         statics = (call.static, call.static_names)
+        if isinstance(call.function, TracedPart):
+            function, jit = call.function.texts()
+        else:
+            function, jit = text_of(call.function), jit_text(call.info)
         return {
-            "function": text_of(call.function),
-            "jit": jit_text(call.info),
+            "function": function,
+            "jit": jit,
             "structure": "; ".join([*map(_tree_text, call.structures), ", ".join(call.names)]),
             "arguments": ", ".join(array_text(array, aval) for array, aval in arrays),
             "static": text_of(statics),

@@ -2,7 +2,8 @@
 
 jaxlib calls `cache_miss` in jax._src.pjit for a call whose executable it does not know. That asks
 `_infer_params` for the traced function, has `_run_python_pjit` lower, compile and run it, and tells jaxlib by
-`_get_fastpath_data` how to run it again. `hook_calls` stands before these three.
+`_get_fastpath_data` how to run it again. What a `grad` or `vmap` outside jax.jit makes of a jitted function
+is a jaxpr, which `_pjit_call_impl_python` lowers, compiles and runs. `hook_calls` stands before these four.
 """
 
 from __future__ import annotations
@@ -13,23 +14,49 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME
+from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, PART_FRAME
+from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text, value_text
+from prejit.runtime.recorded.hook.kept_shardings import (
+    NotKeptError,
+    axis_types,
+    sharding_json,
+    sharding_of,
+)
 from prejit.runtime.recorded.hook.plain_texts import text_of
 
 Json = Any
 
 
-class NotKeptError(Exception):
-    """A call cannot run without a trace; the text says why."""
+@dataclass(frozen=True)
+class TracedPart:
+    """What jax has traced already: a part of a `grad`, `vmap` or `scan` outside jax.jit.
+
+    Attributes:
+        name: of its program.
+        jaxpr: what jax lowers.
+        options: what it lowers with it: shardings, layouts, donated arguments.
+    """
+
+    name: str
+    jaxpr: Any
+    options: dict[str, Any]
+
+    def texts(self) -> tuple[str, str]:
+        """Return the exact texts of the jaxpr and of the options.
+
+        Raises:
+            NotKeptError: one of them has none.
+        """
+        return f"{self.name} {jaxpr_text(self.jaxpr)}", value_text(self.options)
 
 
 @dataclass(frozen=True)
 class JaxCall:
-    """An outermost call of a jitted function for which jaxlib has no executable.
+    """A call for which jaxlib has no executable, of a jitted function or of a part of a transformed one.
 
     Attributes:
-        function: what was given to jax.jit.
-        info: the other arguments of jax.jit, as jax keeps them.
+        function: what was given to jax.jit, or a TracedPart.
+        info: the other arguments of jax.jit, as jax keeps them; None with a TracedPart.
         structures: jax's tree of each argument that is not static, in the order of the call.
         names: the names of the last of them, which the call gave by name.
         static: the values of the static arguments, those by name last.
@@ -82,7 +109,9 @@ Ended = Callable[[object, CompiledCall], None]
 
 
 def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | None = None) -> None:
-    """Call `started` for outermost calls without an executable, the others for those that jax traced.
+    """Call `started` for calls outside all traces that have no executable, the others when jax has made one.
+
+    For a TracedPart `traced` is not called.
 
     Raises:
         AttributeError, ImportError: this jax has other parts.
@@ -91,6 +120,7 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
     from jax._src.lib import jax_jit
 
     infer, run, path = pjit._infer_params, pjit._run_python_pjit, pjit._get_fastpath_data
+    run_part = pjit._pjit_call_impl_python
 
     def described(function: Any, info: Any, args: Any, kwargs: Any) -> JaxCall:
         found, arrays = jax_jit.parse_arguments(
@@ -136,7 +166,18 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
             ended(sys._getframe(1), CompiledCall(executable, data is not None, tree, count))
         return data
 
+    def call_impl_python(*arrays: Any, jaxpr: Any, name: str, **options: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == PART_FRAME and core.trace_state_clean():
+            part = TracedPart(name, jaxpr, options)
+            avals = tuple(map(core.shaped_abstractify, arrays))
+            kept = started(frame, JaxCall(part, None, (), (), (), (), list(arrays), avals))
+            if kept is not None:
+                return kept.executable.unsafe_call(*arrays), kept.executable, None, []
+        return run_part(*arrays, jaxpr=jaxpr, name=name, **options)
+
     pjit._infer_params = infer_params
+    pjit._pjit_call_impl_python = call_impl_python
     pjit._run_python_pjit = run_python_pjit
     pjit._get_fastpath_data = fastpath_data
 
@@ -308,74 +349,20 @@ def _aval(described: Json) -> Any:
         mesh = AbstractMesh(
             tuple(sizes),
             tuple(names),
-            axis_types=_axis_types(types),
+            axis_types=axis_types(types),
             abstract_device=device and AbstractDevice(*device),
         )
         sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     return core.ShapedArray(tuple(shape), dtype, weak_type=kind == "weak", sharding=sharding)
 
 
-def _axis_types(texts: Sequence[str]) -> tuple[Any, ...]:
-    from jax.sharding import AxisType
-
-    kinds = {str(each): each for each in AxisType}
-    return tuple(kinds[each] for each in texts)
-
-
-def sharding_json(sharding: Any) -> Json:
-    """Return a sharding as JSON.
-
-    Raises:
-        NotKeptError: it is of a kind that is not kept.
-    """
-    from jax._src.sharding_impls import GSPMDSharding
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-
-    if type(sharding) is SingleDeviceSharding:
-        (device,) = sharding.device_set
-        return ["device", device.id, sharding.memory_kind]
-    if type(sharding) is NamedSharding and type(sharding.mesh) is Mesh:
-        mesh, spec = sharding.mesh, sharding.spec
-        entries = [list(each) if isinstance(each, tuple) else each for each in spec]
-        plain = all(each is None or isinstance(each, (str, list)) for each in entries)
-        if plain and PartitionSpec(*map(_axes, entries)) == spec:
-            ids = [device.id for device in mesh.devices.flat]
-            types = [str(each) for each in mesh.axis_types]
-            names = list(mesh.axis_names)
-            return [
-                "mesh",
-                names,
-                list(mesh.devices.shape),
-                ids,
-                types,
-                entries,
-                sharding.memory_kind,
-            ]
-    if type(sharding) is GSPMDSharding and sharding.is_fully_replicated:
-        devices = [device.id for device in sharding._device_assignment]
-        return ["everywhere", devices, sharding.memory_kind]
-    raise NotKeptError(f"an array of it has the sharding {sharding}")
-
-
-def _axes(entry: Any) -> Any:
-    return tuple(entry) if isinstance(entry, list) else entry
-
-
 def _sharding(described: Json, devices: dict[int, Any]) -> Any:
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+    if described[0] != "everywhere":
+        return sharding_of(described, devices)
+    from jax._src.sharding_impls import GSPMDSharding
 
-    if described[0] == "device":
-        return SingleDeviceSharding(devices[described[1]], memory_kind=described[2])
-    if described[0] == "everywhere":
-        from jax._src.sharding_impls import GSPMDSharding
-
-        chosen = tuple(devices[id_] for id_ in described[1])
-        return GSPMDSharding.get_replicated(chosen, memory_kind=described[2])
-    _, names, shape, ids, types, entries, memory = described
-    grid = np.array([devices[id_] for id_ in ids], dtype=object).reshape(shape)
-    mesh = Mesh(grid, tuple(names), axis_types=_axis_types(types))
-    return NamedSharding(mesh, PartitionSpec(*map(_axes, entries)), memory_kind=memory)
+    chosen = tuple(devices[id_] for id_ in described[1])
+    return GSPMDSharding.get_replicated(chosen, memory_kind=described[2])
 
 
 def jit_text(info: Any) -> str:

@@ -39,6 +39,8 @@ SAVED_EVENT = "/jax/compilation_cache/compile_time_saved_sec"
 
 CALL_FRAME = "cache_miss"
 """The name of jax's function that traces and compiles for a call of a jitted function."""
+PART_FRAME = "call_impl_cache_miss"
+"""The name of the one that lowers and compiles what jax has traced outside all traces."""
 CALL_LOCALS = ("fun", "jit_info", "args", "kwargs")
 """Its variables: the function, what jax.jit was given with it, and the arguments of the call."""
 

@@ -20,10 +20,11 @@ from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, 
 from prejit.runtime.recorded.hook.jax_calls import (
     JaxCall,
     KeptCall,
-    NotKeptError,
+    TracedPart,
     load_executable,
     looks_for_nans,
 )
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import digest_of
 from prejit.runtime.recorded.hook.process_inputs import (
     InputComparison,
@@ -147,6 +148,8 @@ CHECKED = "traced to be compared with "
 
 def call_name(call: JaxCall) -> str:
     """Return the name of a call's function as jax's programs have it."""
+    if isinstance(call.function, TracedPart):
+        return call.function.name
     return str(getattr(call.function, "__name__", type(call.function).__name__))
 
 

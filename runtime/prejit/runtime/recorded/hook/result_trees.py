@@ -17,7 +17,8 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef, default_registry
 
-from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
+from prejit.runtime.recorded.hook.jax_calls import JaxCall, TracedPart
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import attributes_of
 
 _DEPTH = 12
@@ -30,8 +31,11 @@ _HEAP = 1 << 9
 def given_values(call: JaxCall) -> list[Any]:
     """Return the values that a call was given beside arrays, in an order that all processes have.
 
-    They are the classes and values of its trees, its static arguments, and what its function holds.
+    They are the classes and values of its trees, its static arguments, and what its function holds. What jax
+    has traced already returns a list and needs none.
     """
+    if isinstance(call.function, TracedPart):
+        return []
     nodes = itertools.chain.from_iterable(map(_nodes, call.structures))
     values = itertools.chain(nodes, call.static, [call.function])
     held = itertools.chain.from_iterable(_inside(value, _DEPTH) for value in values)

@@ -45,10 +45,8 @@ CACHE_DIRECTORY = "jax_compilation_cache_dir"
 """The public setting of jax that names its cache."""
 
 
-_TRANSFORMED = (
-    "part of grad, vmap, scan or the like outside jax.jit, which jax traces: put jax.jit around it"
-)
-"""Why a program is traced that no call of a jitted function asked for by itself."""
+_AHEAD = "jax compiled it outside a call, as `jax.jit(f).lower().compile()` does"
+"""Why a program is traced that no call asked for."""
 
 
 class NotRecordedError(RuntimeError):
@@ -354,7 +352,7 @@ class _Watch:
         line.setdefault("where", _where())
         reason = vars(self._thread).pop("reason", None)
         if self._kept is not None:
-            reason = reason or _TRANSFORMED
+            reason = reason or _AHEAD
         if reason is not None:
             line["traced"] = reason
         if self._outer_call is not None:
