@@ -29,6 +29,7 @@ from prejit.runtime import UsageError, jit, load
 from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning, ManifestError, RejectError
 from prejit.runtime.format.checks.call_programs import check_static
+from prejit.runtime.format.constants import encode, same
 
 from .conftest import functions_manifest
 
@@ -339,6 +340,38 @@ STATE = {
     ),
 }
 """What makes a function that holds a number, and why the one that holds 3 gets no program of 2."""
+
+
+class Lazily:
+    def __init__(self, k):
+        self.k = k
+
+    @functools.cached_property
+    def factor(self):
+        return [self.k, self.k]
+
+    @functools.cached_property
+    def me(self):
+        return [self]
+
+
+@dataclass
+class LazyFields(Lazily):
+    k: float
+
+
+class LazilyReduced(Lazily):
+    def __reduce__(self):
+        return type(self), (self.k,)
+
+
+@pytest.mark.parametrize("kind", [Lazily, LazyFields, LazilyReduced])
+def test_a_cached_property_counts_where_the_object_would_not_compute_it(kind):
+    filled, forged = kind(2.0), kind(2.0)
+    assert (filled.factor, filled.me) == ([2.0, 2.0], [filled])
+    forged.factor = [2.0, 5.0]
+    assert same(encode(kind(2.0)), encode(filled))
+    assert not same(encode(kind(2.0)), encode(forged))
 
 
 def twice_called(x, function):

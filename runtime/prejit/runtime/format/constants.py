@@ -21,9 +21,9 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,12 +49,9 @@ _TOLD = {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "ml_dtypes"}
 """Packages whose classes tell pickle all that counts, and whose functions read no globals that do."""
 _OF_PYTHON = {each: f"types:{name}" for name, each in vars(types).items() if isinstance(each, type)}
 """Names of the classes of None and the like, which builtins does not have."""
-_CONTAINERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "list": list,
-    "set": set,
-    "frozenset": frozenset,
-}
+_CONTAINERS: dict[str, Any] = {each.__name__: each for each in (tuple, list, set, frozenset)}
+_asked: set[tuple[int, int]] = set()
+"""Threads, and objects whose cached properties they compute again."""
 
 
 @dataclass(slots=True)
@@ -356,8 +353,9 @@ def _parts(value: Any) -> list[Any]:
             raise TypeError("an object without a name")
         return [kind, reduced]
     found = [*reduced]
-    if not _is_told(kind.__module__) and _reduces(kind) != _reduces(object):
-        found.append(_attributes(value))
+    if not _is_told(kind.__module__):  # a class's own __reduce__ may hide attributes
+        at = 2 if _reduces(kind) == _reduces(object) else len(found)
+        found[at : at + 1] = [_attributes(value)]
     return [list(part) if hasattr(part, "__next__") else part for part in found]
 
 
@@ -405,6 +403,15 @@ def _attributes(value: Any) -> dict[str, Any]:
         for name, each in vars(kind).items():
             if isinstance(each, types.MemberDescriptorType) and hasattr(value, name):
                 found[name] = each.__get__(value)
-    kind = type(value)
-    cached = {n for n in found if isinstance(getattr(kind, n, None), cached_property)}
-    return {name: each for name, each in found.items() if name not in cached}
+    kind, kept = type(value), dict(found)
+    cached = [n for n in found if isinstance(getattr(kind, n, None), cached_property)]
+    if not cached or (asked := (get_ident(), id(value))) in _asked:  # part of its own value
+        return {name: each for name, each in found.items() if name not in cached}
+    _asked.add(asked)
+    try:
+        for name in cached:  # what the object would compute again counts as not asked for yet
+            if same(encode(found[name]), encode(getattr(kind, name).func(value))):
+                del kept[name]
+    finally:
+        _asked.remove(asked)
+    return kept
