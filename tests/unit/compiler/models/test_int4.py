@@ -250,11 +250,10 @@ def test_experts_that_were_published_in_four_bits_are_rounded():
         assert error < 0.1
 
 
-@pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS + 1])
 @pytest.mark.parametrize("groups", [GROUPS_OF_32, Groups(64, True), Groups(128)], ids=str)
 @pytest.mark.parametrize("sizes", [(64, 200), (1056, 70)])  # published (in, out) and (out, in)
-def test_each_portable_form_gives_the_same_values(rows, groups, sizes):
-    rng = np.random.default_rng(rows)
+def test_each_portable_form_gives_the_same_values(groups, sizes):
+    rng = np.random.default_rng(1)
     module = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
     exact = rng.standard_normal(module.weight.shape, np.float32)
     assert module.in_out == (sizes == (64, 200))
@@ -262,18 +261,19 @@ def test_each_portable_form_gives_the_same_values(rows, groups, sizes):
     reads = quantizing.readers(module, lambda name: exact)
     weights = {"bias": rng.standard_normal(sizes[1], np.float32)}
     weights |= {name: read() for name, read in reads.items()}
-    stored = quantizing.widened(module, weights)["weight"][: exact.shape[0]]
-    matrix = stored.astype(np.float64).T if not module.in_out else stored.astype(np.float64)
+    stored = quantizing.widened(module, weights)["weight"][: exact.shape[0]].astype(np.float64)
+    matrix = stored if module.in_out else stored.T
     graph, state = nnx.split(module)
     call = jax.jit(lambda w, x: nnx.merge(graph, with_parameters(state, w))(x))
-    x = rng.standard_normal((rows, sizes[0]), np.float32)
-    expected = x @ matrix + weights["bias"]
-    for shaped in (x, x[None], x[:, None]):
-        found = np.asarray(call(weights, shaped)).reshape(rows, -1)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
     words = jnp.asarray(weights["weight"]), jnp.asarray(weights["weight_scale"])
-    on_gpu = int4_words.summed_at_once(x, *words).reshape(rows, -1)[:, : sizes[1]]
-    np.testing.assert_allclose(on_gpu + weights["bias"], expected, rtol=1e-5, atol=1e-4)
+    for rows in (1, 2, REDUCED_ROWS + 1):
+        x = rng.standard_normal((rows, sizes[0]), np.float32)
+        expected = x @ matrix + weights["bias"]
+        for shaped in (x, x[None], x[:, None]):
+            found = np.asarray(call(weights, shaped)).reshape(rows, -1)
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+        on_gpu = int4_words.summed_at_once(x, *words).reshape(rows, -1)[:, : sizes[1]]
+        np.testing.assert_allclose(on_gpu + weights["bias"], expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
