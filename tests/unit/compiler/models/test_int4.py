@@ -1,11 +1,8 @@
 """Matrices in four bits: words of any size, how they are rounded, and which matrices they are for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +19,17 @@ from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.int4_words import GROUP
-from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear, dot_of_words
+from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 from prejit.compiler.models.published_integers import Integers
 from prejit.runtime.errors import CheckpointError
 
 from . import small_models
 
-Arrays = np.ndarray[Any, Any]
 quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(20, 60))
 
 
-def wide_of(integers: Arrays, scales: Arrays, zeros: Arrays | None = None) -> Arrays:
+def wide_of(integers, scales, zeros=None):
     size = integers.shape[1] // scales.shape[1]
     scales, *found = (
         np.repeat(each.astype(np.float32), size, axis=1)
@@ -48,9 +44,7 @@ kinds = st.builds(Groups, st.sampled_from([32, 64, 128]), st.booleans())
 
 @quick()
 @given(outputs=st.integers(1, 50), count=st.integers(1, 5), groups=kinds, seed=st.integers(0, 99))
-def test_words_lose_a_value_or_xla_unpacks_another(
-    outputs: int, count: int, groups: Groups, seed: int
-) -> None:
+def test_words_lose_a_value_or_xla_unpacks_another(outputs, count, groups, seed):
     rng, inputs = np.random.default_rng(seed), count * groups.size
     integers = rng.integers(-8, 8, (outputs, inputs)).astype(np.int8)
     scales = rng.standard_normal((outputs, count)).astype(np.float16)
@@ -60,12 +54,7 @@ def test_words_lose_a_value_or_xla_unpacks_another(
     assert tiled.shape == int4_words.scale_shape(inputs, outputs, groups)
     assert int4_words.groups_of(words.shape, tiled.shape) == groups
     # By hand, as the kernel's header draws a word.
-    for output, at in (
-        (0, 0),
-        (outputs - 1, inputs - 1),
-        (outputs // 2, 3),
-        (outputs // 3, 12),
-    ):
+    for output, at in ((0, 0), (outputs - 1, inputs - 1), (outputs // 2, 3), (outputs // 3, 12)):
         word = int(words[output // 16, at // 8, output % 16])
         four = word >> {0: 0, 2: 4, 4: 8, 6: 12, 1: 16, 3: 20, 5: 24, 7: 28}[at % 8] & 15
         assert (four ^ 8) - 8 == integers[output, at]
@@ -87,8 +76,8 @@ def test_words_lose_a_value_or_xla_unpacks_another(
     size=st.integers(0, 130),
 )
 def test_rows_of_a_packed_matrix_are_others_than_those_of_the_published_one(
-    outputs: int, count: int, groups: Groups, contracted: int, first: int, size: int
-) -> None:
+    outputs, count, groups, contracted, first, size
+):
     shape = (outputs, count, groups.size)
     exact = np.random.default_rng(outputs).standard_normal(shape).astype("f4")
     rounded = int4_rounding.rounded_with_zeros if groups.zeros else int4_rounding.rounded
@@ -104,7 +93,7 @@ def test_rows_of_a_packed_matrix_are_others_than_those_of_the_published_one(
     np.testing.assert_array_equal(rows[part], expected[part])
 
 
-def test_a_matrix_of_many_blocks_is_rounded_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_of_many_blocks_is_rounded_like_one(monkeypatch):
     exact = np.random.default_rng(0).standard_normal((1000, 2048), np.float32)
     for contracted, values in ((1, exact), (0, np.ascontiguousarray(exact.T))):
         whole = int4_rounding.quantized(values, contracted, "w")
@@ -114,7 +103,7 @@ def test_a_matrix_of_many_blocks_is_rounded_like_one(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
 
 
-def q4_0(groups: Arrays) -> Arrays:
+def q4_0(groups):
     """Return groups as llama.cpp's Q4_0 rounds them: the largest value becomes -8."""
     largest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
     scale = largest / np.float32(-8)
@@ -125,7 +114,7 @@ def q4_0(groups: Arrays) -> Arrays:
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "one outlier", "tiny", "huge"])
-def test_the_error_is_larger_than_that_of_q4_0(kind: str) -> None:
+def test_the_error_is_larger_than_that_of_q4_0(kind):
     rng = np.random.default_rng(3)
     groups = rng.standard_normal((4000, GROUP)).astype(np.float32)
     if kind == "heavy tails":
@@ -145,7 +134,7 @@ def test_the_error_is_larger_than_that_of_q4_0(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "moved", "positive", "tiny"])
-def test_the_error_with_zero_points_is_larger_than_that_of_q4_1(kind: str) -> None:
+def test_the_error_with_zero_points_is_larger_than_that_of_q4_1(kind):
     groups = np.random.default_rng(3).standard_normal((4000, GROUP)).astype(np.float32)
     groups += {"moved": 7}.get(kind, 0)
     groups = np.abs(groups) if kind == "positive" else groups
@@ -161,7 +150,7 @@ def test_the_error_with_zero_points_is_larger_than_that_of_q4_1(kind: str) -> No
     assert ours < 0.95 * theirs
 
 
-def test_a_group_of_equal_values_gets_a_zero_point_that_float16_does_not_hold() -> None:
+def test_a_group_of_equal_values_gets_a_zero_point_that_float16_does_not_hold():
     groups = np.zeros((5, GROUP), np.float32)
     groups[1], groups[2], groups[3] = 3.7, -1e-3, 1e-30
     groups[4] = 1000 + np.linspace(0, 0.01, GROUP)
@@ -173,7 +162,7 @@ def test_a_group_of_equal_values_gets_a_zero_point_that_float16_does_not_hold() 
     assert np.abs(wide[3]).max() < 1e-6
 
 
-def test_zeros_and_numbers_that_float16_cannot_scale_are_held() -> None:
+def test_zeros_and_numbers_that_float16_cannot_scale_are_held():
     groups = np.zeros((4, GROUP), np.float32)
     groups[1, 3], groups[2, 4] = 1e-30, 3.9e5
     integers, scales = int4_rounding.rounded(groups)
@@ -192,7 +181,7 @@ def test_zeros_and_numbers_that_float16_cannot_scale_are_held() -> None:
 class Model(nnx.Module):
     """A model with matrices that four bits fit and others that they do not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.vocab_size = 200
         self.table = Embedding(200, 64)
         self.head = Linear(64, 200, bias=False)
@@ -204,7 +193,7 @@ class Model(nnx.Module):
         self.odd_experts = ExpertMatrices(3, 64, 80)  # gate and up are not whole tiles
 
 
-def test_a_matrix_is_stored_in_four_bits_that_they_do_not_fit() -> None:
+def test_a_matrix_is_stored_in_four_bits_that_they_do_not_fit():
     module = nnx.eval_shape(Model)
     quantizing.store(module, "int4")
     found = {
@@ -226,21 +215,21 @@ class Published:
     """Matrices of experts that were published in few bits."""
 
     kept: Integers
-    wide: Arrays
+    wide: np.ndarray
     form = "4 bits"
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self):
         return self.wide.shape
 
-    def integers(self) -> Integers:
+    def integers(self):
         return self.kept
 
-    def __getitem__(self, part: slice) -> Arrays:
+    def __getitem__(self, part):
         return self.wide[part]
 
 
-def test_experts_that_were_published_in_four_bits_are_rounded() -> None:
+def test_experts_that_were_published_in_four_bits_are_rounded():
     module = nnx.eval_shape(lambda: ExpertMatrices(2, 64, 96))
     quantizing.store(module, "int4")
     random = np.random.default_rng(0)
@@ -250,7 +239,7 @@ def test_experts_that_were_published_in_four_bits_are_rounded() -> None:
         scales[..., 0], scales[..., 1] = factor, 2 * factor
         wide = np.stack([wide_of(*each) for each in zip(integers, scales, strict=True)])
         published = Published(Integers(integers, scales), wide)
-        errors: dict[str, float] = {}
+        errors = {}
         reads = quantizing.readers(module, lambda name, rows=published: rows, errors.__setitem__)
         weights = {name: read() for name, read in reads.items()}
         found = quantizing.widened(module, weights)["weight"]
@@ -261,13 +250,10 @@ def test_experts_that_were_published_in_four_bits_are_rounded() -> None:
         assert error < 0.1
 
 
-@pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS + 1])
 @pytest.mark.parametrize("groups", [GROUPS_OF_32, Groups(64, True), Groups(128)], ids=str)
 @pytest.mark.parametrize("sizes", [(64, 200), (1056, 70)])  # published (in, out) and (out, in)
-def test_each_portable_form_gives_the_same_values(
-    rows: int, groups: Groups, sizes: tuple[int, int]
-) -> None:
-    rng = np.random.default_rng(rows)
+def test_each_portable_form_gives_the_same_values(groups, sizes):
+    rng = np.random.default_rng(1)
     module = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
     exact = rng.standard_normal(module.weight.shape, np.float32)
     assert module.in_out == (sizes == (64, 200))
@@ -275,39 +261,19 @@ def test_each_portable_form_gives_the_same_values(
     reads = quantizing.readers(module, lambda name: exact)
     weights = {"bias": rng.standard_normal(sizes[1], np.float32)}
     weights |= {name: read() for name, read in reads.items()}
-    stored = quantizing.widened(module, weights)["weight"][: exact.shape[0]]
-    matrix = stored.astype(np.float64).T if not module.in_out else stored.astype(np.float64)
+    stored = quantizing.widened(module, weights)["weight"][: exact.shape[0]].astype(np.float64)
+    matrix = stored if module.in_out else stored.T
     graph, state = nnx.split(module)
     call = jax.jit(lambda w, x: nnx.merge(graph, with_parameters(state, w))(x))
-    x = rng.standard_normal((rows, sizes[0]), np.float32)
-    expected = x @ matrix + weights["bias"]
-    for shaped in (x, x[None], x[:, None]):
-        found = np.asarray(call(weights, shaped)).reshape(rows, -1)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
     words = jnp.asarray(weights["weight"]), jnp.asarray(weights["weight_scale"])
-    on_gpu = int4_words.summed_at_once(x, *words).reshape(rows, -1)[:, : sizes[1]]
-    np.testing.assert_allclose(on_gpu + weights["bias"], expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize(("rows", "loops"), [(1, True), (REDUCED_ROWS + 1, True), (40, False)])
-def test_float32_copies_of_all_matrices_are_kept(rows: int, loops: bool) -> None:
-    width, depth = 256, 12
-    words = jax.ShapeDtypeStruct(int4_words.word_shape(width, width), jnp.uint32)
-    scales = jax.ShapeDtypeStruct(int4_words.scale_shape(width, width), jnp.float16)
-
-    def layers(x: jax.Array, weights: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-        for words, scales in weights:
-            x = jnp.tanh(dot_of_words(x, words, scales, width))
-        return x
-
-    def steps(x: jax.Array, weights: Any, count: jax.Array) -> jax.Array:
-        looped = jax.lax.fori_loop
-        return looped(0, count, lambda _, x: layers(x, weights), x) if loops else layers(x, weights)
-
-    x, count = (jax.ShapeDtypeStruct(*each) for each in (((rows, width), "f4"), ((), "i4")))
-    compiled = jax.jit(steps).lower(x, [(words, scales)] * depth, count).compile()
-    kept, one = compiled.memory_analysis().temp_size_in_bytes, width * width * 4
-    assert kept < 3 * one, f"{kept / one:.1f} of {depth} matrices in float32"
+    for rows in (1, 2, REDUCED_ROWS + 1):
+        x = rng.standard_normal((rows, sizes[0]), np.float32)
+        expected = x @ matrix + weights["bias"]
+        for shaped in (x, x[None], x[:, None]):
+            found = np.asarray(call(weights, shaped)).reshape(rows, -1)
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+        on_gpu = int4_words.summed_at_once(x, *words).reshape(rows, -1)[:, : sizes[1]]
+        np.testing.assert_allclose(on_gpu + weights["bias"], expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +283,7 @@ def test_float32_copies_of_all_matrices_are_kept(rows: int, loops: bool) -> None
         ("whisper", {"d_model": 96, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128}),
     ],
 )
-def test_logits_in_four_bits_are_those_of_what_they_stand_for(
-    family: str, change: dict[str, int]
-) -> None:
+def test_logits_in_four_bits_are_those_of_what_they_stand_for(family, change):
     read = small_models.config({**small_models.CONFIGS[family], **change})
     random = np.random.default_rng(0)
     module = model_registry.make_decoder(read)
@@ -343,7 +307,7 @@ def test_logits_in_four_bits_are_those_of_what_they_stand_for(
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_heads_of_latent_attention_get_their_matrices_from_four_bits() -> None:
+def test_heads_of_latent_attention_get_their_matrices_from_four_bits():
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_attention_heads")
     sizes = dict(zip(names, (16, 8, 23, 2), strict=True))
     given = {"hidden_size": 64, "kv_lora_rank": 64, "q_lora_rank": None, "attention_bias": False}

@@ -1,10 +1,6 @@
 """Functions of float32 matrices compute the same with stored values, and products never widen a matrix."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import equinox
 import jax
@@ -21,7 +17,7 @@ X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 64), np.float32)
 HEADS = X.reshape(2, 3, 4, 16)
 
 
-def matrix(*shape: int, dtype: str, shared: tuple[int, ...]) -> NarrowMatrix:
+def matrix(*shape, dtype, shared):
     values = np.random.default_rng(0).standard_normal(shape, np.float32)
     order = tuple(range(len(shape)))
     if dtype == "bfloat16":
@@ -31,30 +27,29 @@ def matrix(*shape: int, dtype: str, shared: tuple[int, ...]) -> NarrowMatrix:
 
 
 @jax.custom_jvp
-def custom(x: Any, w: Any) -> Any:
+def custom(x, w):
     return x @ w
 
 
 custom.defjvp(lambda primals, tangents: (custom(*primals), tangents[0]))
 
 
-def over_layers(w: Any) -> Any:
+def over_layers(w):
     return lax.scan(lambda x, layer: (jnp.tanh(x @ layer), x.sum()), X, w)
 
 
-def over_rows(w: Any) -> Any:
+def over_rows(w):
     linear = equinox.nn.Linear(64, 5, key=jax.random.key(0))
     layer = equinox.tree_at(lambda each: each.weight, linear, w)
     return jax.vmap(jax.vmap(layer))(X)
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """A use of a matrix of a shape whose values share scales along some axes."""
 
-    function: Callable[[Any], Any]
-    shape: tuple[int, ...]
-    shared: tuple[int, ...]
+    function: object
+    shape: tuple
+    shared: tuple
 
 
 PRODUCTS = {
@@ -90,7 +85,7 @@ OTHERS = {
         *((name, "bfloat16") for name in ("matmul", "a stack of layers", "a condition")),
     ],
 )
-def test_a_use_has_stored_values(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_use_has_stored_values(name, dtype, monkeypatch):
     use = {**PRODUCTS, **OTHERS}[name]
     narrow = matrix(*use.shape, dtype=dtype, shared=use.shared)
     expected = use.function(narrow.widened())
@@ -107,10 +102,10 @@ def test_a_use_has_stored_values(name: str, dtype: str, monkeypatch: pytest.Monk
     assert (len(widened) > 1) == (name in OTHERS)
 
 
-def test_a_product_of_float16_is_not_replaced() -> None:
+def test_a_product_of_float16_is_not_replaced():
     narrow = matrix(64, 5, dtype="int8", shared=(0,))
 
-    def call(wide: Any) -> Any:
+    def call(wide):
         return X.astype(jnp.float16) @ wide["w"].astype(jnp.float16)
 
     found = jax.jit(lambda narrow: call_narrow(call, {"w": narrow}))(narrow)

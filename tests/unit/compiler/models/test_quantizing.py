@@ -1,9 +1,6 @@
 """Weights in bfloat16 and int8, caches in bfloat16: what is stored, and that every form computes with it."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +14,20 @@ from hypothesis.extra import numpy as arrays
 from tests.extent import examples
 
 from prejit.compiler.models import quantizing
-from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear, dot, dot_of_parts
+from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.layers.linear import (
+    REDUCED_ROWS,
+    Embedding,
+    Linear,
+    dot,
+    dot_of_parts,
+    dot_of_words,
+)
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.runtime.errors import CheckpointError
 
-Arrays = np.ndarray[Any, Any]
 LARGEST = float(np.finfo(np.float32).max)
 quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(20, 60))
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -39,7 +43,7 @@ dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
     contracted=st.sampled_from([0, 1]),
     zeros=st.booleans(),
 )
-def test_int8_is_off_by_more_than_half_a_step(values: Arrays, contracted: int, zeros: bool) -> None:
+def test_int8_is_off_by_more_than_half_a_step(values, contracted, zeros):
     if zeros:
         values[0] = 0
         values[:, 0] = 0
@@ -53,11 +57,11 @@ def test_int8_is_off_by_more_than_half_a_step(values: Arrays, contracted: int, z
     assert (integers[values == 0] == 0).all()
 
 
-def test_bfloat16_is_rounded_to_even_and_holds_no_infinity() -> None:
+def test_bfloat16_is_rounded_to_even_and_holds_no_infinity():
     module = nnx.eval_shape(lambda: Linear(2, 2, bias=False))
     quantizing.store(module, "bfloat16")
 
-    def stored(values: list[list[float]]) -> Arrays:
+    def stored(values):
         given = np.array(values, np.float32)
         return quantizing.readers(module, lambda name: given)["weight"]()
 
@@ -70,32 +74,31 @@ def test_bfloat16_is_rounded_to_even_and_holds_no_infinity() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [1, REDUCED_ROWS, REDUCED_ROWS + 1])
 @pytest.mark.parametrize("sizes", [(24, 40), (40, 24)])  # stored (in, out) and (out, in)
-def test_each_form_gives_the_same_values(dtype: str, rows: int, sizes: tuple[int, int]) -> None:
-    random = np.random.default_rng(rows)
-    module = Linear(*sizes, bias=True)
+def test_each_form_gives_the_same_values(dtype, sizes):
+    random = np.random.default_rng(1)
+    module = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
     values = random.standard_normal(module.weight.shape, np.float32)
-    abstract = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
-    quantizing.store(abstract, dtype)
-    read = quantizing.readers(abstract, lambda name: values)
+    quantizing.store(module, dtype)
+    read = quantizing.readers(module, lambda name: values)
     weights = {"weight": values, "bias": random.standard_normal(sizes[1], np.float32)}
     weights |= {name: values() for name, values in read.items()}
-    graph, state = nnx.split(abstract)
-    x = random.standard_normal((rows, sizes[0]), np.float32)
+    graph, state = nnx.split(module)
     call = jax.jit(lambda w, x: nnx.merge(graph, with_parameters(state, w))(x))
 
     matrix = weights["weight"].astype(np.float64)
     matrix = matrix if module.in_out else matrix.T
-    expected = x @ (matrix * weights.get("weight_scale", 1.0)) + weights["bias"]
-    for shaped in (x, x[None], x[:, None]):
-        found = call(weights, shaped)
-        assert found.dtype == jnp.float32
-        assert np.allclose(np.asarray(found).reshape(rows, -1), expected, rtol=1e-5, atol=1e-5)
+    for rows in (1, REDUCED_ROWS, REDUCED_ROWS + 1):
+        x = random.standard_normal((rows, sizes[0]), np.float32)
+        expected = x @ (matrix * weights.get("weight_scale", 1.0)) + weights["bias"]
+        for shaped in (x, x[None], x[:, None]):
+            found = call(weights, shaped)
+            assert found.dtype == jnp.float32
+            assert np.allclose(np.asarray(found).reshape(rows, -1), expected, rtol=1e-5, atol=1e-5)
 
 
 @dtypes
-def test_rows_of_a_table_or_its_logits_lose_their_factor(dtype: str) -> None:
+def test_rows_of_a_table_or_its_logits_lose_their_factor(dtype):
     values = np.random.default_rng(0).standard_normal((11, 6), np.float32)
     values *= np.arange(11, dtype=np.float32)[:, None]  # a row of zeros, and others that differ
     abstract = nnx.eval_shape(lambda: Embedding(11, 6))
@@ -111,7 +114,7 @@ def test_rows_of_a_table_or_its_logits_lose_their_factor(dtype: str) -> None:
     assert np.allclose(table.logits(jnp.asarray(x)), x @ stored.T, rtol=1e-5, atol=1e-5)
 
 
-def exact_operands(dtype: str, rows: int) -> tuple[Arrays, Arrays, Arrays]:
+def exact_operands(dtype, rows):
     """x, a matrix [out, in] and x W^T of x rounded to even: all sums are exact, in whatever order.
 
     Each x is halfway between two bfloat16 numbers, a bit more or a bit less.
@@ -126,7 +129,7 @@ def exact_operands(dtype: str, rows: int) -> tuple[Arrays, Arrays, Arrays]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS + 1, 40])
-def test_a_form_beside_a_kernel_does_not_round_x_as_the_kernel_does(dtype: str, rows: int) -> None:
+def test_a_form_beside_a_kernel_does_not_round_x_as_the_kernel_does(dtype, rows):
     """Or a token of a batch would be computed with other numbers than the same token alone."""
     x, weight, expected = exact_operands(dtype, rows)
     scale = {"weight_scale": np.ones(40, np.float32)} if dtype == "int8" else {}
@@ -134,49 +137,48 @@ def test_a_form_beside_a_kernel_does_not_round_x_as_the_kernel_does(dtype: str, 
     layer = nnx.eval_shape(lambda: Linear(24, 40, bias=False, in_out=False))
     table = nnx.eval_shape(lambda: Embedding(40, 24))
     for form in set(product.forms) - {KERNEL}:
-        for module, compute in ((layer, layer_of), (table, logits_of)):
+        for module, name in ((layer, "__call__"), (table, "logits")):
             quantizing.store(module, dtype)
-            graph, state = nnx.split(module)
-            call = partial(compute, graph, state)
+            call = partial(called, name, *nnx.split(module))
             with using(Forms({product: form})):
                 found = np.asarray(jax.jit(call)({"weight": weight, **scale}, x))
-            np.testing.assert_array_equal(found, expected, err_msg=f"{form} {compute.__name__}")
+            np.testing.assert_array_equal(found, expected, err_msg=f"{form} {name}")
 
 
-def layer_of(graph: Any, state: Any, weights: dict[str, Any], x: Any) -> Any:
-    return nnx.merge(graph, with_parameters(state, weights))(x)
-
-
-def logits_of(graph: Any, state: Any, weights: dict[str, Any], x: Any) -> Any:
-    return nnx.merge(graph, with_parameters(state, weights)).logits(x)
+def called(name, graph, state, weights, x):
+    return getattr(nnx.merge(graph, with_parameters(state, weights)), name)(x)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_program_without_kernels_does_not_round_x(dtype: str) -> None:
+def test_a_program_without_kernels_does_not_round_x(dtype):
     x, weight, rounded = exact_operands(dtype, 4)
     found = np.asarray(jax.jit(dot, static_argnums=2)(x, weight, 1))
     expected = x.astype(np.float64) @ weight.astype(np.float64).T
     assert np.abs(found - expected).max() < 1e-5 < np.abs(rounded - expected).max()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize(
-    ("rows", "loops"), [(REDUCED_ROWS + 1, False), (1, True), (REDUCED_ROWS + 1, True)]
-)
-def test_float32_copies_of_all_weights_are_kept(dtype: str, rows: int, loops: bool) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("rows", "loops"), [(1, True), (REDUCED_ROWS + 1, True), (40, False)])
+def test_float32_copies_of_all_weights_are_kept(dtype, rows, loops):
     width, depth = 256, 12
-    matrix = jax.ShapeDtypeStruct((width, width), jnp.dtype(dtype))
-    rows_of_all = jax.ShapeDtypeStruct((depth * width, width), jnp.dtype(dtype))
+    if dtype == "int4":
+        words = jax.ShapeDtypeStruct(int4_words.word_shape(width, width), jnp.uint32)
+        scales = jax.ShapeDtypeStruct(int4_words.scale_shape(width, width), jnp.float16)
+        matrix, dtype = (words, scales), "int8"  # of its table
+    else:
+        matrix = jax.ShapeDtypeStruct((width, width), dtype)
+    rows_of_all = jax.ShapeDtypeStruct((depth * width, width), dtype)
     graph, state = nnx.split(nnx.eval_shape(lambda: Embedding(depth * width, width)))
 
-    def layers(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    def layers(x, weights):
         table = nnx.merge(graph, with_parameters(state, {"weight": weights[0]}))
         x += table(jnp.argmax(x, axis=1))
         for weight in weights[1:]:
-            x = jnp.tanh(dot(x, weight, 1))
+            by_words = isinstance(weight, tuple)
+            x = jnp.tanh(dot_of_words(x, *weight, width) if by_words else dot(x, weight, 1))
         return x
 
-    def steps(x: jax.Array, weights: list[jax.Array], count: jax.Array) -> jax.Array:
+    def steps(x, weights, count):
         looped = jax.lax.fori_loop
         return looped(0, count, lambda _, x: layers(x, weights), x) if loops else layers(x, weights)
 
@@ -188,7 +190,7 @@ def test_float32_copies_of_all_weights_are_kept(dtype: str, rows: int, loops: bo
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("contracted", [0, 1])
-def test_parts_of_x_lose_bits_of_float32(dtype: Any, contracted: int) -> None:
+def test_parts_of_x_lose_bits_of_float32(dtype, contracted):
     rng = np.random.default_rng(1)
     weight = jnp.asarray(rng.normal(0, 30, (64, 70)), dtype)
     x = rng.standard_normal((5, weight.shape[contracted]), np.float32)
@@ -198,7 +200,7 @@ def test_parts_of_x_lose_bits_of_float32(dtype: Any, contracted: int) -> None:
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6 * np.abs(exact).max())
 
 
-def test_an_infinite_row_changes_the_others() -> None:
+def test_an_infinite_row_changes_the_others():
     rng = np.random.default_rng(1)
     weight = jnp.asarray(rng.standard_normal((64, 70)), jnp.bfloat16)
     x = rng.standard_normal((REDUCED_ROWS + 1, 64), np.float32)

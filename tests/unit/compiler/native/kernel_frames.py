@@ -5,9 +5,7 @@ The structures are those of `xla/ffi/api/c_api.h`, as far as a handler of a kern
 
 import ctypes
 import threading
-from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_void_p
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -71,35 +69,28 @@ def _create_error(arguments):
 
 _keep = _ErrorCreate(_create_error)
 _API = _Api(ctypes.sizeof(_Api), None, _Header(24, None), 0, 3, None, _keep)
-Handler = Callable[[Any], int | None]
 
 
-def handler_of(library, kernel):
-    """Return the handler that a library exports for a kernel."""
-    handler = getattr(library, f"prejit_{kernel}")
-    handler.restype, handler.argtypes = c_void_p, (POINTER(_CallFrame),)
-    return handler
+def call(library, kernel, arguments, results, **attributes):
+    """Call a library's kernel, which writes the results; an array that is an argument too is donated.
 
-
-def call(handler, arguments, results, **attributes):
-    """Call a handler, which writes the results; an array that is an argument and a result is donated.
+    Attributes are floats, or integers and booleans: float32 and int32 for the kernel.
 
     Raises:
         KernelError: the handler refuses.
     """
+    handler = getattr(library, f"prejit_{kernel}")
+    handler.restype, handler.argtypes = c_void_p, (POINTER(_CallFrame),)
     buffers = [[_buffer(array) for array in arrays] for arrays in (arguments, results)]
     names = sorted(attributes)
-    values = [np.array(attributes[name]) for name in names]
+    values = [
+        np.array(value, np.float32 if isinstance(value, float) else np.int32)
+        for _, value in sorted(attributes.items())
+    ]
     scalars = [_Scalar(_DTYPES[value.dtype], value.ctypes.data) for value in values]
     spans = [_Span(name.encode(), len(name)) for name in names]
     frame = _CallFrame(
-        *(
-            _CallFrame.future.offset,
-            None,
-            ctypes.pointer(_API),
-            None,
-            _EXECUTE,
-        ),  # as handlers expect
+        *(_CallFrame.future.offset, None, ctypes.pointer(_API), None, _EXECUTE),
         *(_values(each) for each in buffers),
         _Attributes(
             *(ctypes.sizeof(_Attributes), None, len(names)),

@@ -13,20 +13,12 @@ from tests.extent import examples
 from prejit.compiler.models.layers import cache_rows
 
 from . import kernel_builds, kernel_frames
-from .kernel_builds import LEVELS, TESTS
+from .kernel_builds import TESTS
 from .kernel_frames import KernelError
 
 DRIVER = TESTS / "attention_driver.cc"
 TOLERANCE = 3e-6
 """Of means of values between -3 and 3, where scores are exact: what errs is softmax and sums."""
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
-)
-def kernels(request, build_cache):
-    """The library of a level, as bundles have it."""
-    return kernel_builds.product_library(request.param, build_cache)
 
 
 @dataclass(frozen=True)
@@ -60,11 +52,9 @@ class Case:
     def attributes(self):
         heads, kv_heads = self.query.shape[2], self.keys.shape[1]
         return {
-            "scale": np.float32(self.scale),
-            "softcap": np.float32(self.softcap),
-            "window": np.int32(self.window),
-            "key_head": np.int32(heads if self.is_packed else 0),
-            "value_head": np.int32(heads + kv_heads if self.is_packed else 0),
+            **{"scale": self.scale, "softcap": self.softcap, "window": self.window},
+            "key_head": heads if self.is_packed else 0,
+            "value_head": heads + kv_heads if self.is_packed else 0,
         }
 
 
@@ -76,9 +66,10 @@ def run(case, library):
         arrays[:3] = whole, whole, whole
     out = np.full(case.query.shape, np.nan, np.float32)
     keys, values = arrays[6].copy(), arrays[7].copy()
-    handler = kernel_frames.handler_of(library, "attention")
     results = (out, keys, values)
-    kernel_frames.call(handler, [*arrays[:6], keys, values], results, **case.attributes)
+    kernel_frames.call(
+        library, "attention", [*arrays[:6], keys, values], results, **case.attributes
+    )
     return results
 
 
@@ -224,9 +215,8 @@ def test_a_cache_is_copied_without_an_alias_and_rounded_to_even(kernels):
     _, *expected = reference(case)
     before = [array.copy() for array in case.arrays[6:]]
     found = [np.zeros_like(array) for array in before]
-    handler = kernel_frames.handler_of(kernels, "attention")
     out = np.empty_like(case.query)
-    kernel_frames.call(handler, case.arrays, (out, *found), **case.attributes)
+    kernel_frames.call(kernels, "attention", case.arrays, (out, *found), **case.attributes)
     for array, wanted in zip(found, expected, strict=True):
         np.testing.assert_array_equal(array, wanted)
     for array, wanted in zip(case.arrays[6:], before, strict=True):
@@ -298,8 +288,7 @@ def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels):
 def encode(library, query, keys, values, length, scale):
     out = np.full(query.shape, np.nan, np.float32)
     arguments = [np.ascontiguousarray(x) for x in (query, keys, values, length.astype(np.int32))]
-    handler = kernel_frames.handler_of(library, "encoder_attention")
-    kernel_frames.call(handler, arguments, [out], scale=np.float32(scale))
+    kernel_frames.call(library, "encoder_attention", arguments, [out], scale=scale)
     return out
 
 

@@ -1,7 +1,5 @@
 """Products of tokens with their experts have the bits of a linear layer of each expert, on every level."""
 
-from functools import partial
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,24 +9,12 @@ from tests.extent import examples
 
 from prejit.compiler.models.layers import int4_words
 
-from . import kernel_builds, kernel_frames
-from .kernel_builds import LEVELS
+from . import kernel_frames
 from .kernel_frames import KernelError
 
 INT4 = "int4"
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.int8, INT4)
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
-)
-def kernels(request, build_cache):
-    """The library of a level."""
-    return kernel_builds.product_library(request.param, build_cache)
-
-
-def flags_of(**flags):
-    return {name: np.int32(value) for name, value in flags.items()}
+PLAIN = {"bias": 0, "gated": 0, "activation": 0}
 
 
 def stored(rng, dtype, outputs, inputs):
@@ -51,10 +37,9 @@ def one(library, x, matrix, bias, *, gated, activation, usual):
     outputs = len(matrix[0]) * (int4_words.TILE if words else 1) // (1 + gated)
     outputs = bias[0].size // (1 + gated) if bias else outputs
     out = np.full((usual, outputs), np.nan, np.float32)
-    flags = flags_of(bias=bool(bias), gated=gated, residual=0, activation=activation)
+    flags = {"bias": bool(bias), "gated": gated, "residual": 0, "activation": activation}
     rows = np.repeat(x[None], usual, axis=0)
-    handler = kernel_frames.handler_of(library, "linear")
-    kernel_frames.call(handler, [rows, *arrays], [out], **flags)
+    kernel_frames.call(library, "linear", [rows, *arrays], [out], **flags)
     return out[0]
 
 
@@ -85,24 +70,15 @@ def test_a_token_gets_other_bits_than_from_a_linear_layer_of_its_expert(kernels,
     numbers = np.array(order, np.int32).reshape(rows, chosen)
     y = np.full((rows, chosen, outputs), np.nan, np.float32)
     stacked = [np.stack(arrays) for arrays in zip(*matrices, strict=True)]
-    kernel_frames.call(
-        kernel_frames.handler_of(kernels, "experts"),
-        [x, numbers, *stacked, *([biases] if has_bias else [])],
-        [y],
-        **flags_of(bias=has_bias, gated=gated, activation=activation),
-    )
+    arguments = [x, numbers, *stacked, *([biases] if has_bias else [])]
+    flags = {"gated": gated, "activation": activation}
+    kernel_frames.call(kernels, "experts", arguments, [y], bias=has_bias, **flags)
     usual = max(1, rows * chosen // experts)
     for row, place in [(r, c) for r in range(rows) for c in range(chosen)][:: max(1, rows // 4)]:
         expert = numbers[row, place]
-        expected = one(
-            kernels,
-            x[row, place] if by_pair else x[row],
-            matrices[expert],
-            [biases[expert]] if has_bias else [],
-            gated=gated,
-            activation=activation,
-            usual=usual,
-        )
+        token = x[row, place] if by_pair else x[row]
+        bias = [biases[expert]] if has_bias else []
+        expected = one(kernels, token, matrices[expert], bias, usual=usual, **flags)
         np.testing.assert_array_equal(y[row, place], expected[:outputs])
 
 
@@ -118,10 +94,7 @@ def test_floats_of_four_bits_are_others_than_mxfp4s(kernels):
     factors = np.stack([*map(int4_words.packed_scales, scales)])
     x = rng.standard_normal((3, 64)).astype(ml_dtypes.bfloat16).astype(np.float32)
     chosen, y = np.array([[0, 1]] * 3, np.int32), np.full((3, 2, 24), np.nan, np.float32)
-    handler = kernel_frames.handler_of(kernels, "experts")
-    kernel_frames.call(
-        handler, [x, chosen, words, factors], [y], **flags_of(bias=0, gated=0, activation=0)
-    )
+    kernel_frames.call(kernels, "experts", [x, chosen, words, factors], [y], **PLAIN)
     expected = np.einsum("rk,enk->ren", x.astype(np.float64), wide)
     error = np.abs(y - expected) / np.einsum("rk,enk->ren", np.abs(x), np.abs(wide))
     assert error.max() < 2e-6
@@ -130,9 +103,8 @@ def test_floats_of_four_bits_are_others_than_mxfp4s(kernels):
 def test_wrong_arguments_are_an_error_and_no_crash(kernels):
     x, chosen = np.ones((2, 32), np.float32), np.array([[0, 1], [2, 0]], np.int32)
     right, words = np.ones((3, 6, 32), np.float32), np.zeros((3, 1, 4, 16), np.uint32)
-    call = partial(kernel_frames.call, kernel_frames.handler_of(kernels, "experts"))
-    y, plain = np.zeros((2, 2, 6), np.float32), flags_of(bias=0, gated=0, activation=0)
-    call([x, chosen, right], [y], **plain)
+    y = np.zeros((2, 2, 6), np.float32)
+    kernel_frames.call(kernels, "experts", [x, chosen, right], [y], **PLAIN)
     assert (y == 32).all()
     factors = np.ones((3, 1, 1, 16), np.float16)
     for arrays, flags, message in (
@@ -153,4 +125,4 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
     ):
         given = [np.ascontiguousarray(array) for array in arrays]
         with pytest.raises(KernelError, match=message):
-            call(given, [y], **{**plain, **flags_of(**flags)})
+            kernel_frames.call(kernels, "experts", given, [y], **{**PLAIN, **flags})

@@ -107,12 +107,8 @@ def run(case, library):
     out = np.full((*case.x.shape[:-1], case.weights[0].shape[0]), np.nan, np.float32)
     flags = {"bias": bool(case.biases), "gated": len(case.weights) == 2}
     flags |= {"residual": case.residual is not None, "activation": case.activation}
-    kernel_frames.call(
-        kernel_frames.handler_of(library, "linear"),
-        [np.ascontiguousarray(array) for array in case.arrays],
-        [out],
-        **{name: np.int32(is_so) for name, is_so in flags.items()},
-    )
+    arguments = [np.ascontiguousarray(array) for array in case.arrays]
+    kernel_frames.call(library, "linear", arguments, [out], **flags)
     return out
 
 
@@ -270,13 +266,10 @@ def test_a_row_is_its_own_in_a_batch(kernels, multiplier, dtype):
             # Not only the first ones: a row's place must not count either.
             last = run(replace(case, x=case.x[-rows:]), kernels)
             np.testing.assert_array_equal(last, together[-rows:], err_msg=f"last {rows} rows")
-
-
-@pytest.mark.parametrize("dtype", KINDS[1:])
-def test_a_row_of_many_inputs_is_another_beside_others(kernels, multiplier, dtype):
-    """Many rows sum their inputs in parts, one row sums them at once."""
-    edge = many_rows(multiplier, dtype) or 131
-    case = drawn(10, (edge - 1, 4203, 41), dtype)
+    if dtype == "float32":
+        return
+    # Many rows sum many inputs in parts, one row sums them at once.
+    case = drawn(10, ((edge or 131) - 1, 4203, 41), dtype)
     together = run(case, kernels)
     for rows in (1, 2, 3, 4, 5, 7):
         found = run(replace(case, x=case.x[:rows]), kernels)
@@ -392,20 +385,13 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
             run(wrong, kernels)
 
 
-@pytest.mark.parametrize(
-    "model_of",
-    [
-        pytest.param("", id="machine"),
-        pytest.param(LEVELS[1], id=f"model of {LEVELS[1]}", marks=pytest.mark.thorough),
-        pytest.param(LEVELS[2], id=f"model of {LEVELS[2]}", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_of", ["", *LEVELS[1:]])
 @pytest.mark.parametrize(
     ("sanitizers", "ways"),
     [
-        pytest.param("address,undefined", [[], ["fork"]], id="address", marks=pytest.mark.thorough),
-        # It does not follow a fork.
-        pytest.param("thread", [[]], id="thread", marks=pytest.mark.thorough),
+        pytest.param("address,undefined", [[], ["fork"]], id="address"),
+        pytest.param("thread", [[]], id="thread"),  # it does not follow a fork
     ],
 )
 def test_sanitizers_find_nothing(model_of, sanitizers, ways, build_cache):

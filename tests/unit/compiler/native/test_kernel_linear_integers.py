@@ -48,9 +48,8 @@ def run(library, x, weights, scales, *, bias=None, residual=None, activation=NON
     out = np.full((len(x), len(weights[0])), np.nan, np.float32)
     flags = {"bias": bias is not None, "gated": len(weights) == 2, "activation": activation}
     flags["residual"] = residual is not None
-    handler = kernel_frames.handler_of(library, "linear_integers")
-    flags = {name: np.int32(flag) for name, flag in flags.items()}
-    kernel_frames.call(handler, [np.ascontiguousarray(each) for each in arrays], [out], **flags)
+    arrays = [np.ascontiguousarray(each) for each in arrays]
+    kernel_frames.call(library, "linear_integers", arrays, [out], **flags)
     return out
 
 

@@ -6,31 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from . import kernel_builds, kernel_frames
-from .kernel_builds import LEVELS
+from . import kernel_frames
+from .kernel_frames import KernelError
 
 EPSILON = 1e-3
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
-)
-def kernels(request, build_cache):
-    """The library of a level, as bundles have it."""
-    return kernel_builds.product_library(request.param, build_cache)
 
 
 def run(library, x, weight, bias, offset=0.0):
     """Layer norm where there is a bias, else RMS norm."""
     out = np.full(x.shape, np.nan, np.float32)
-    kernel_frames.call(
-        kernel_frames.handler_of(library, "norm"),
-        [x, weight, *([] if bias is None else [bias])],
-        [out],
-        centred=np.int32(bias is not None),
-        epsilon=np.float32(EPSILON),
-        offset=np.float32(offset),
-    )
+    arguments = [x, weight, *([] if bias is None else [bias])]
+    flags = {"centred": bias is not None, "epsilon": EPSILON, "offset": offset}
+    kernel_frames.call(library, "norm", arguments, [out], **flags)
     return out
 
 
@@ -63,13 +50,12 @@ def test_rows_are_normalized_whatever_their_width(
 
 
 def test_a_nan_stays_in_its_row_and_shapes_must_fit(kernels):
-    x = np.ones((3, 20), np.float32)
+    x, weight = np.ones((3, 20), np.float32), np.ones(20, np.float32)
     x[1, 7] = np.nan
-    found = run(kernels, x, np.ones(20, np.float32), None)
+    found = run(kernels, x, weight, None)
     assert np.isnan(found).all(axis=1).tolist() == [False, True, False]
     assert np.isfinite(found[[0, 2]]).all()
-    x, weight = np.ones((3, 20), np.float32), np.ones(20, np.float32)
-    with pytest.raises(kernel_frames.KernelError, match="a weight for each column"):
+    with pytest.raises(KernelError, match="a weight for each column"):
         run(kernels, x, weight[:19], None)
-    with pytest.raises(kernel_frames.KernelError, match="a float32 bias for each column"):
+    with pytest.raises(KernelError, match="a float32 bias for each column"):
         run(kernels, x, weight, weight[:1])

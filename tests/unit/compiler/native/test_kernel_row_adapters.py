@@ -6,28 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from . import kernel_builds, kernel_frames
-from .kernel_builds import LEVELS
+from . import kernel_frames
 from .kernel_frames import KernelError
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
-)
-def kernels(request, build_cache):
-    """The library of a level."""
-    return kernel_builds.product_library(request.param, build_cache)
 
 
 def run(library, x, y, slots, down, up, layer=0, activation=0):
     out = np.full(y.shape, np.nan, np.float32)
-    kernel_frames.call(
-        kernel_frames.handler_of(library, "row_adapters"),
-        [x, y, np.asarray(slots, np.int32), down, up],
-        [out],
-        layer=np.int32(layer),
-        activation=np.int32(activation),
-    )
+    arguments = [x, y, np.asarray(slots, np.int32), down, up]
+    flags = {"layer": layer, "activation": activation}
+    kernel_frames.call(library, "row_adapters", arguments, [out], **flags)
     return out
 
 
@@ -80,12 +67,7 @@ def test_a_row_without_an_adapter_has_the_bits_of_its_activation_in_the_product(
     plain, fused = (np.empty((5, 300), np.float32) for _ in range(2))
     for number, out in ((0, plain), (activation, fused)):
         flags = {"bias": 1, "gated": 0, "residual": 0, "activation": number}
-        kernel_frames.call(
-            kernel_frames.handler_of(kernels, "linear"),
-            [x, weight, scale, bias],
-            [out],
-            **{name: np.int32(value) for name, value in flags.items()},
-        )
+        kernel_frames.call(kernels, "linear", [x, weight, scale, bias], [out], **flags)
     slots = [0, 0, 1, 0, 0]
     stacks = drawn(1, 1, 5, 1, 40, 300, 3)[3:]
     found = run(kernels, x[:, None], plain[:, None], slots, *stacks, activation=activation)[:, 0]
