@@ -239,7 +239,8 @@ def moved(tree, call=None, there=None):
 
 BESIDES = VALUES.map(
     lambda value: Beside(
-        "name", (value, Mode.FAST, Pair(1, None), Sorted("ba"), frozenset("ab"), Node)
+        "name",
+        (value, Mode.FAST, Pair(1, None), Sorted("ba"), frozenset("ab"), Node, OrderedDict(b=1)),
     )
 )
 TREES = strategies.recursive(

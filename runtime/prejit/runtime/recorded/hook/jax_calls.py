@@ -167,11 +167,10 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
         return data
 
     def call_impl_python(*arrays: Any, jaxpr: Any, name: str, **options: Any) -> Any:
-        frame = sys._getframe(1)
+        frame, avals = sys._getframe(1), jaxpr.in_avals
         if frame.f_code.co_name == PART_FRAME and core.trace_state_clean():
             part = TracedPart(name, jaxpr, options)
-            avals = tuple(map(core.shaped_abstractify, arrays))
-            kept = started(frame, JaxCall(part, None, (), (), (), (), list(arrays), avals))
+            kept = started(frame, JaxCall(part, None, (), (), (), (), list(arrays), tuple(avals)))
             if kept is not None:
                 return kept.executable.unsafe_call(*arrays), kept.executable, None, []
         return run_part(*arrays, jaxpr=jaxpr, name=name, **options)

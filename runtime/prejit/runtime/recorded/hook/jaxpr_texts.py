@@ -75,7 +75,8 @@ def _aval(aval: Any) -> str:
     kind = type(aval).__name__
     if kind != "ShapedArray" or not aval.sharding.mesh.empty:
         raise NotKeptError(f"it uses {aval}")
-    return f"{aval.str_short(short_dtypes=False)}{' weak' * bool(aval.weak_type)}"
+    layout = getattr(aval, "layout", None)
+    return f"{aval.str_short(short_dtypes=False)}{' weak' * bool(aval.weak_type)} {layout}"
 
 
 def value_text(value: Any) -> str:

@@ -11,6 +11,7 @@ import enum
 import inspect
 import itertools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,8 +124,9 @@ def _value_json(value: Any, given: list[Any]) -> Any:
     name = _name_of(value)
     if name is not None:
         return {"named": name}
-    if kind is dict:
-        return {"dict": [[_value_json(k, given), _value_json(v, given)] for k, v in value.items()]}
+    if kind in (dict, OrderedDict):
+        pairs = [[_value_json(k, given), _value_json(v, given)] for k, v in value.items()]
+        return {kind.__name__: pairs}
     if kind in (list, set, frozenset):
         ordered = value if kind is list else sorted(value, key=repr)
         return {kind.__name__: [_value_json(each, given) for each in ordered]}
@@ -149,8 +151,9 @@ def _value(described: Any, given: Callable[[], list[Any]]) -> Any:
             return _named(content)
         case "tree":
             return tree_of(content, given)
-        case "dict":
-            return {_value(k, given): _value(v, given) for k, v in content}
+        case "dict" | "OrderedDict":
+            pairs = ((_value(k, given), _value(v, given)) for k, v in content)
+            return dict(pairs) if kind == "dict" else OrderedDict(pairs)
         case "list" | "set" | "frozenset":
             make = {"list": list, "set": set, "frozenset": frozenset}[kind]
             return make(_value(each, given) for each in content)
