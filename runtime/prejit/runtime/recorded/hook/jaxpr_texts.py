@@ -122,6 +122,8 @@ def value_text(value: Any) -> str:
         return f"{name} {value.spec} {value.memory_kind}"
     if isinstance(value, jax.sharding.Sharding):
         return str(sharding_json(value))
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        return f"{name}{value_text(value.node_data())}{value_text(value.children())}"
     if kind.__module__ == "jax._src.flattree":
         return f"{name}{value_text(vars(value))}"
     raise NotKeptError(f"it holds a {name}")
