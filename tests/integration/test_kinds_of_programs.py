@@ -339,7 +339,7 @@ STATE = {
         "closure held",
     ),
 }
-"""What makes a function that holds a number, and why the one that holds 3 gets no program of 2."""
+"""How to make a function that holds a number, and why one that holds 3 is refused the program of 2."""
 
 
 class Lazily:

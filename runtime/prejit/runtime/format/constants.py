@@ -51,7 +51,7 @@ _OF_PYTHON = {each: f"types:{name}" for name, each in vars(types).items() if isi
 """Names of the classes of None and the like, which builtins does not have."""
 _CONTAINERS: dict[str, Any] = {each.__name__: each for each in (tuple, list, set, frozenset)}
 _asked: set[tuple[int, int]] = set()
-"""Threads, and objects whose cached properties they compute again."""
+"""Each is a thread, and an object whose cached properties it computes again."""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ class _Begun:
         parts: its signature; None: it has none.
         reason: why it cannot be kept, as far as the call itself tells.
         given: what `given_values` returned.
-        effects: what its trace changes; None: jax has traced it, or has traced it already.
+        effects: watches what its trace changes; None: jax is not tracing it.
     """
 
     call: JaxCall

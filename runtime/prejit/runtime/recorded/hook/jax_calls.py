@@ -29,7 +29,7 @@ Json = Any
 
 @dataclass(frozen=True)
 class TracedPart:
-    """What jax has traced already: a part of a `grad`, `vmap` or `scan` outside jax.jit.
+    """A jaxpr that jax has made of a jitted function inside a `grad` or `vmap` outside jax.jit.
 
     Attributes:
         name: of its program.

@@ -1,4 +1,4 @@
-"""Shardings of arrays as JSON, and back."""
+"""Shardings of arrays as JSON, and back; the error that says what a recording cannot keep."""
 
 from __future__ import annotations
 
