@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from prejit.runtime.format.bundle_schema import RecordedProgram
 from prejit.runtime.machine.fingerprint import Requirement
 from prejit.runtime.recorded.hook import jax_texts
-from prejit.runtime.recorded.hook_events import REFUSED, UNCACHED, JaxRequest
+from prejit.runtime.recorded.hook_events import UNCACHED, JaxRequest
 
 _RECORD = "record this run too (prejit record -o BUNDLE -- COMMAND)"
-_CALLBACKS = (
-    "jax before 0.12 keeps no program that calls Python (pure_callback, io_callback, debug.print)"
-)
 _UNKNOWN = "not known"
 
 
@@ -77,13 +74,9 @@ def differences(
         what = "jax_enable_compilation_cache"
         hint = "remove what turns jax's cache off; jax also keeps no program of some platforms"
         return (Difference("jax's cache", "on", "off", f"{hint} ({what})"),)
-    if jax_texts.CALLBACKS in (found.not_kept or ""):
-        hint = f"{_CALLBACKS}: it compiles in every process, unless you take the call out of it"
-        return (Difference("callbacks", "none", _arguments(found.arguments), hint),)
     same_name = [each for each in recorded if each.name == found.name]
     if not same_name:
-        hint = f"{_RECORD}; but {_CALLBACKS}" if found.outcome == REFUSED else _RECORD
-        return (Difference("program", "none of this name", _arguments(found.arguments), hint),)
+        return (Difference("program", "none of this name", _arguments(found.arguments), _RECORD),)
     if not found.ingredients:
         hint = "leave the loggers of jax enabled: logging.disable and disable_existing_loggers hide the cause"
         return (Difference("cause", f"{len(same_name)} of this name", _UNKNOWN, hint),)

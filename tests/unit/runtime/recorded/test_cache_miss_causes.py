@@ -73,14 +73,6 @@ CAUSES = [
     (differing(T.BACKEND, backend_version="2"), "backend version: 1 | 2 => plugin and driver"),
     (differing(T.COMPRESSION), "compression: another compression | this one => zstandard in both"),
     (NO_NAME, f"program: none of this name | {SHAPES} => record this run too"),
-    (
-        replace(NO_NAME, outcome="refused"),
-        f"program: none of this name | {SHAPES} => jax before 0.12 keeps no program that calls",
-    ),
-    (
-        replace(NO_NAME, not_kept=f"... {T.CALLBACKS} (...)"),
-        f"callbacks: none | {SHAPES} => it compiles in every process, unless you take the call out",
-    ),
     (replace(FOUND, outcome="uncached"), "jax's cache: on | off => jax_enable_compilation_cache"),
     (replace(FOUND, ingredients={}), "cause: 1 of this name | not known => logging.disable"),
     (FOUND, f"file: {PROGRAM.file} | not loaded => warnings of jax"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.compiler.recording.hook.callback_lines import CallbackLines
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
 from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.jax_calls import (
@@ -61,6 +62,7 @@ class CallRecorder:
         write: Callable[[list[dict[str, Any]]], None],
     ) -> None:
         self._reader = SignatureReader(settings)
+        self._callbacks = CallbackLines()
         self._key_of = key_of
         self._write = write
         self._thread = threading.local()
@@ -131,6 +133,8 @@ class CallRecorder:
             "reason": begun.reason,
         }
         try:
+            if (callbacks := self._callbacks.reason(compiled.executable)) is not None:
+                raise NotKeptError(callbacks)
             if compiled.arrays != len(begun.call.arrays):
                 raise NotKeptError("its executable needs arrays of the trace")
             if key is None:

@@ -181,6 +181,46 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
     pjit._get_fastpath_data = fastpath_data
 
 
+class _Client:
+    """A client of jaxlib that also gives an executable of the cache the functions that it calls."""
+
+    def __init__(self, client: Any, callbacks: Any) -> None:
+        self._client = client
+        self._callbacks = callbacks
+        # A part of jax's key: a process without this hook must not find what it cannot run.
+        self.platform_version = f"{client.platform_version} callbacks"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def deserialize_executable(self, *arguments: Any) -> Any:
+        return self._client.deserialize_executable(*arguments, self._callbacks)
+
+
+def keep_callbacks() -> None:
+    """Let jax's cache keep programs that call Python, as jax does from 0.11 on.
+
+    The functions are those of this process's own trace, whether jax compiles the executable or reads it.
+    """
+    from jax._src import compiler
+    from jax._src.lib import xla_client
+
+    compiled, write = compiler.compile_or_get_cached, compiler._cache_write
+
+    def compile_or_get_cached(client: Any, *rest: Any) -> Any:
+        callbacks = rest[3]
+        # Other clients only compile, and the functions of a TPU are channels.
+        if callbacks and type(client) is xla_client.Client and all(map(callable, callbacks)):
+            client = _Client(client, callbacks)
+        return compiled(client, *rest)
+
+    def cache_write(*arguments: Any) -> None:
+        write(*arguments[:-1], not isinstance(arguments[3], _Client) and arguments[-1])
+
+    compiler.compile_or_get_cached = compile_or_get_cached
+    compiler._cache_write = cache_write
+
+
 _NOTHING = SimpleNamespace(effects=frozenset(), consts=[])
 """Stands for the jaxpr of a call without a trace where jax looks for its effects and constants."""
 
@@ -227,7 +267,7 @@ def executable_json(executable: Any) -> Json:
         raise NotKeptError("jax kept no executable of it")
     found = executable._unloaded_executable
     if found.host_callbacks or found.keepalive:
-        raise NotKeptError("it calls Python, as jax.debug.print and callbacks do")
+        raise NotKeptError("it calls Python")
     if found.unordered_effects or found.ordered_effects:
         raise NotKeptError("it has effects")
     if found.mut is not None and (found.mut.in_mut or found.mut.out_mut):

@@ -80,10 +80,15 @@ class Orders:
 
 def install(orders: Orders) -> None:
     """Register listeners with jax, and with its loggers where lines are wanted."""
+    import jax
     from jax import monitoring
 
     watch = _Watch(orders)
     monitoring.register_scalar_listener(watch.begin)
+    if jax.__version_info__ < (0, 11):
+        from prejit.runtime.recorded.hook.jax_calls import keep_callbacks
+
+        watch.guarded(keep_callbacks)()
     if orders.recorder is not None or orders.serve:
         watch.hook_calls()
     if orders.events is None and not orders.refuse and not orders.checked:
@@ -173,7 +178,7 @@ class _Watch:
             if self._orders.recorder is not None:
                 package = _loaded("prejit.compiler.recording.hook", self._orders.recorder)
                 recorder = package.call_recorder(settings, self._take_key, self._write_all)
-                hook_calls(*map(self._guarded, (recorder.started, recorder.traced, recorder.ended)))
+                hook_calls(*map(self.guarded, (recorder.started, recorder.traced, recorder.ended)))
             else:
                 from prejit.runtime.recorded.hook.kept_calls import KeptCalls
 
@@ -193,7 +198,7 @@ class _Watch:
         if getattr(self._thread, "call", None) == id(token):
             self._thread.reason = None
 
-    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+    def guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         """Return a function whose failure the program does not see."""
 
         def guarded(*arguments: Any) -> None:
