@@ -54,6 +54,11 @@ def raising(x):
 
     return jax.lax.cond(x > 1, lambda: jax.pure_callback(check, scalar, x), lambda: x)
 
+@jax.jit
+def part(x):
+    jax.debug.callback(lambda v: seen.append(("part", tag, float(v))), x)
+    return x * x
+
 def adding(number):
     def same_text(x):
         return jax.pure_callback(lambda v: np.float32(v + number), scalar, x)
@@ -68,6 +73,8 @@ for _ in range(2):
     except Exception as error:
         print(type(error).__name__, str(error).splitlines()[-1])
     jax.effects_barrier()
+print(jax.grad(part)(2.0))
+jax.effects_barrier()
 print(seen)
 """
 
@@ -131,6 +138,7 @@ def test_without_a_trace_a_recording_names_their_lines_and_what_to_do(here, prej
     line = f"(printing): it calls Python at serve.py:{first}, serve.py:{second}, so it is traced"
     assert line in recorded
     assert "return the value instead" in recorded
+    assert f"(part): it calls Python at serve.py:{lines.index('def part(x):') + 2}, so" in recorded
     found = prejit("run", "untraced", "--require-aot", "--report", *command)
     assert f"it calls Python at serve.py:{first}, serve.py:{second}" in found.stderr
     assert ", 0 misses" in found.stderr

@@ -115,26 +115,25 @@ class CallRecorder:
     def ended(self, token: object, compiled: CompiledCall) -> None:
         """jax has traced, compiled and run a call."""
         begun = self._begun().pop(id(token), None)
-        if begun is None or begun.parts is None:
+        callbacks = self._callbacks.reason(compiled.executable)
+        if begun is None or (begun.parts is None and callbacks is None):
             return
+        # A jaxpr that calls Python has no signature. No run looks for this one: it is for the report.
+        parts = begun.parts or dict.fromkeys(PARTS, str(callbacks))
         executable = getattr(compiled.executable, "xla_executable", None)
         key = self._key_of()
         if key is not None:
             self._keys[id(executable)] = executable, key
         key = self._keys.get(id(executable), (None, None))[1]
         line: dict[str, Any] = {
-            "signature": signature_of(begun.parts),
+            "signature": signature_of(parts),
             "name": call_name(begun.call),
-            "parts": {
-                name: [digest_of(begun.parts[name]), begun.parts[name][:_EXCERPT]] for name in PARTS
-            },
+            "parts": {name: [digest_of(parts[name]), parts[name][:_EXCERPT]] for name in PARTS},
             "index": self._count,
             "program": key,
-            "reason": begun.reason,
+            "reason": callbacks or begun.reason,
         }
         try:
-            if (callbacks := self._callbacks.reason(compiled.executable)) is not None:
-                raise NotKeptError(callbacks)
             if compiled.arrays != len(begun.call.arrays):
                 raise NotKeptError("its executable needs arrays of the trace")
             if key is None:
