@@ -37,7 +37,7 @@ from prejit.runtime.format.checks.program_table import (
 from prejit.runtime.format.checks.seldom_parts import Chat, check_recorded_layer
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.mesh_splits import parse_sharding
-from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.names import FORMAT_VERSION, PORTABLE_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifests
 from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.options import check_generation
@@ -279,6 +279,9 @@ def test_recorded_files_are_refused_beside_anything_else():
     with pytest.raises(RejectError, match="expected no layer of recorded files, as the config"):
         check(recorded=None)
     more = dataclasses.replace(manifest.layers[0], mediaType=WEIGHTS_MEDIA_TYPE)
+    kept = dataclasses.replace(more, mediaType=PORTABLE_MEDIA_TYPE)
+    both = dataclasses.replace(manifest, layers=(*manifest.layers, kept))
+    assert oci.check_manifest(to_json(both), "manifest") == both
     both = dataclasses.replace(manifest, layers=(*manifest.layers, more))
     with pytest.raises(RejectError, match="expected no other layer beside recorded files"):
         oci.check_manifest(to_json(both), "manifest")

@@ -58,10 +58,16 @@ TIMEOUT = click.option(
 @click.command(
     epilog="Examples:\n\n\b\n  prejit build manifests/demo.toml\n"
     "  prejit build manifests/*.toml -o /srv/bundles --jobs 8\n"
-    "  prejit build manifests/demo.toml --target cpu-x86-64-v3"
+    "  prejit build manifests/demo.toml --target cpu-x86-64-v3\n"
+    "  prejit build artifacts/serve --target cpu-x86-64-v3 -o fleet"
 )
 @click.argument(
-    "manifests", nargs=-1, required=True, type=PATH, metavar="MANIFEST...", help="A TOML file."
+    "manifests",
+    nargs=-1,
+    required=True,
+    type=PATH,
+    metavar="MANIFEST...",
+    help="A TOML file, or a bundle of `prejit record`.",
 )
 @click.option(
     "-o",
@@ -122,6 +128,18 @@ def build(
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
+    if any((each / "index.json").is_file() for each in manifests):
+        options = {
+            "--executor": executor,
+            "--skip-unbuildable": skip_unbuildable,
+            "--forms": forms,
+            "--measure": measure,
+            "--retrace": retrace,
+            "--store": shared,
+            "--shard": shard,
+        }
+        given = [name for name, value in options.items() if value not in (None, False)]
+        return _build_recordings(manifests, output, targets, given, cache, jobs, timeout, as_json)
     from prejit.compiler.api import BuildSettings, build_all
     from prejit.compiler.pipeline.build_interface import Failed
 
@@ -156,6 +174,44 @@ def build(
         print_json(sorted(built, key=lambda each: order.index(Path(each["path"]).name)))
     if failed:
         raise _failure(failed, len(requests))
+    return 0
+
+
+def _build_recordings(
+    paths: Sequence[Path],
+    output: Path,
+    targets: Sequence[str],
+    given: Sequence[str],
+    cache: Path | None,
+    jobs: int | None,
+    timeout: int,
+    as_json: bool,
+) -> int:
+    """Build recorded bundles for other machines. `given` are options that only manifests have."""
+    from prejit.compiler.progress import tell
+    from prejit.compiler.recording.build_for_machines import build_recording
+    from prejit.runtime.errors import UsageError
+
+    if given or not all((path / "index.json").is_file() for path in paths):
+        found = ", ".join(given) or "manifests as well"
+        raise UsageError(
+            f"expected recorded bundles with --target, -o, --jobs, --timeout and --cache, found {found}",
+            hint="build recordings and manifests apart",
+        )
+    built = []
+    for path in paths:
+        made = build_recording(
+            path, output, targets, cache=cache, workers=jobs, timeout_seconds=timeout
+        )
+        tell(
+            f"wrote {made.path} for {', '.join(made.targets)}: compiled {made.compiled}, "
+            f"cached {made.cached}, {made.digest[:19]}"
+        )
+        for name in made.left_out:
+            tell(f"left out {name}: the recording lacks its lowered form: record again, anew")
+        built.append({**asdict(made), "path": str(made.path)})
+    if as_json:
+        print_json(built)
     return 0
 
 

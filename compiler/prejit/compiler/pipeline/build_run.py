@@ -223,7 +223,7 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
         known = None if checked is None else checked.vocab_size
         # After the model: to try a tokenizer may take half a minute.
         layers = tuple(read_layers(space, lambda: known or space.vocab_size()))
-        toolchains = [_make_toolchain(target, progress) for target in plan.targets]
+        toolchains = [make_toolchain(target, progress) for target in plan.targets]
         _note_cpus(toolchains, progress)
         _note_expiry(name, progress)
         submitting = Submitting(space, None if checked is None else crew, service)
@@ -367,7 +367,7 @@ def _note_reads(manifest: Manifest, progress: Progress) -> None:
                 progress.note(f"{manifest.where}: reads: {pattern!r} matches no file")
 
 
-def _make_toolchain(target: Target, progress: Progress) -> Toolchain:
+def make_toolchain(target: Target, progress: Progress) -> Toolchain:
     """Return what compiles for a target; its environment is made first if it is not there."""
     if (found := find_toolchain(target)) is None:
         spec = spec_for(target, versions("jax")["jax"])

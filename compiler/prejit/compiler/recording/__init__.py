@@ -4,6 +4,6 @@
 
 `jax_cache_packing` has these steps, `manifest_text` writes a manifest of what the program called,
 `imported_anew` compares the two. `untraced_calls` makes the files by which programs start without traces. The
-hook in the program's processes, which loads `outer_call` and `hook` there, and the reading side are in
+hook in the program's processes, which loads `hook` there, and the reading side are in
 `prejit.runtime.recorded`. Imports `manifest` and `pipeline`.
 """

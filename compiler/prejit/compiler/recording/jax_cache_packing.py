@@ -7,7 +7,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from prejit.compiler.pipeline.pack.bundle_files import (
 )
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.pipeline.result_keys import versions
+from prejit.compiler.recording.hook.lowered_programs import ENDING
+from prejit.compiler.recording.lowered_layer import lowered_layer, read_lowered
 from prejit.compiler.recording.untraced_calls import RecordedCalls, confirmed, read_calls
 from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.base.typed_json import to_json
@@ -43,10 +45,8 @@ from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess, read
 from prejit.runtime.recorded.recorded_bundle import on_cpu, recorded_of
 from prejit.runtime.recorded.watched_command import cache_settings, environment_for, run_to_end
 
-OUTER_CALL = str(Path(__file__).with_name("outer_call.py"))
-"""The file that describes calls in the processes of a recorded program."""
-_RECORDER = str(Path(__file__).with_name("hook") / "__init__.py")
-"""The package that records calls there, for starts without traces."""
+RECORDER = str(Path(__file__).with_name("hook") / "__init__.py")
+"""The package that describes and keeps programs and calls in the processes of a recorded program."""
 _ZSTD_LEVEL = 3
 """jax has compressed the files already: a higher level makes them no smaller."""
 
@@ -70,11 +70,19 @@ class RecordedFile:
 
 @dataclass(frozen=True)
 class RecordedTarget:
-    """The contents of a recorded bundle for one class of machines."""
+    """The contents of a recorded bundle for one class of machines.
+
+    Attributes:
+        requirement: what its programs need of a machine.
+        versions: of the packages that compiled them, by name.
+        programs: its files, by name.
+        lowered: programs as jax lowered them (`LoweredProgram`), by the name of the file.
+    """
 
     requirement: Requirement
     versions: Mapping[str, str]
     programs: Mapping[str, RecordedFile]
+    lowered: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -116,7 +124,8 @@ def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:
                 replace(each, entry=replace(each.entry, offset=0)), frame
             )
         config = contents.config
-        found.append(RecordedTarget(config.requirement, config.versions, programs))
+        lowered = read_lowered(layout, contents.manifest)
+        found.append(RecordedTarget(config.requirement, config.versions, programs, lowered))
     return tuple(found)
 
 
@@ -156,7 +165,7 @@ def collect(
         process, request = (None, None) if found is None else found  # of a process without the hook
         needs = requirement_of(process, request, machine)
         target = targets.setdefault(needs, RecordedTarget(needs, _versions(process), {}))
-        files = {**target.programs, path.name: _file(path.name, content, request)}
+        files = {**target.programs, path.name: packed_file(path.name, content, request)}
         targets[needs] = replace(target, programs=files)
     return tuple(targets.values()), tuple(left_out)
 
@@ -194,7 +203,8 @@ def _versions(process: WatchedProcess | None) -> dict[str, str]:
     }
 
 
-def _file(name: str, content: bytes, request: JaxRequest | None) -> RecordedFile:
+def packed_file(name: str, content: bytes, request: JaxRequest | None) -> RecordedFile:
+    """Return a file for a pack; `request`: that of jax which it answers. None: not known."""
     frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(content)
     segment = Segment(0, len(frame), digest_of(frame), len(content), digest_of(content))
     program = RecordedProgram(
@@ -236,7 +246,8 @@ def merged(
         programs = {**target.programs, **there.programs}
         if there is not target:
             programs |= _confirmed(there, target)
-        targets[target.requirement] = replace(there, programs=programs)
+        lowered = {**target.lowered, **there.lowered}
+        targets[target.requirement] = replace(there, programs=programs, lowered=lowered)
     return tuple(sorted(targets.values(), key=lambda target: target.name))
 
 
@@ -247,7 +258,7 @@ def _confirmed(before: RecordedTarget, now: RecordedTarget) -> dict[str, Recorde
         if name.startswith(jax_texts.CALLS_PREFIX):
             calls, there = RecordedCalls.of(name, file.content()), before.programs.get(name)
             old = None if there is None else RecordedCalls.of(name, there.content())
-            found[name] = _file(name, confirmed(old, calls).encoded(), None)
+            found[name] = packed_file(name, confirmed(old, calls).encoded(), None)
     return found
 
 
@@ -269,7 +280,10 @@ def packed(target: RecordedTarget, bundle: str) -> PackedTarget:
         weight_sets={},
         recorded=tuple(recorded),
     )
-    return PackedTarget(config, (layer(RECORDED_MEDIA_TYPE, bytes(content), "programs.jax-cache"),))
+    layers = [layer(RECORDED_MEDIA_TYPE, bytes(content), "programs.jax-cache")]
+    if lowered := {file: each for file, each in target.lowered.items() if file in target.programs}:
+        layers.append(lowered_layer(lowered))
+    return PackedTarget(config, tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -341,8 +355,8 @@ def record(command: Sequence[str], output: Path, *, untraced: bool = False) -> R
         orders = Orders(
             cache_settings(cache, write=True),
             str(events),
-            functions=OUTER_CALL,
-            recorder=_RECORDER if untraced else None,
+            recorder=RECORDER,
+            calls=untraced,
         )
         status = run_to_end(command, environment_for(orders, os.environ))
         processes = read_events(events)
@@ -351,10 +365,29 @@ def record(command: Sequence[str], output: Path, *, untraced: bool = False) -> R
         )
         if calls := read_calls(events):
             needs = requirement_of(None, None, machine)
-            files = {each.file: _file(each.file, each.encoded(), None) for each in calls}
+            files = {each.file: packed_file(each.file, each.encoded(), None) for each in calls}
             found = (*found, RecordedTarget(needs, _versions(None), files))
+        lowered = {
+            path.name.removesuffix(ENDING) + jax_texts.FILE_SUFFIX: path.read_bytes()
+            for path in sorted(events.glob(f"*{ENDING}"))
+        }
     requests = tuple(request for process in processes for request in process.requests)
-    return _write(output, status, found, left_out, requests)
+    return _write(output, status, found, left_out, requests, lowered)
+
+
+def write_bundle(output: Path, name: str, targets: Iterable[PackedTarget]) -> str:
+    """Write a recorded bundle and return its digest.
+
+    Raises:
+        BuildError: no reader would take it.
+        StoreError: it cannot be written.
+    """
+    index, blobs = assemble(name, targets, DESCRIPTIONS)
+    check_readable(index, blobs)
+    write_layout(output, index, blobs)
+    digest = digest_of(index)
+    attach_descriptions(output, digest, partial(recording_provenance, digest))
+    return digest
 
 
 def _write(
@@ -363,8 +396,9 @@ def _write(
     found: Sequence[RecordedTarget],
     left_out: Sequence[str],
     requests: tuple[JaxRequest, ...],
+    lowered: Mapping[str, bytes],
 ) -> Recording:
-    """Merge targets into the bundle at `output` and write it."""
+    """Merge targets into the bundle at `output` and write it. A key names one program, of one target."""
     name = bundle_name(output.name)
     with store_errors(output.parent, "write a bundle"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -373,17 +407,15 @@ def _write(
     try:
         # Another recording may have written since this one began.
         before = read_targets(output)
-        targets = merged(before, found)
+        targets = tuple(
+            replace(each, lowered={**lowered, **each.lowered}) for each in merged(before, found)
+        )
         if not targets:
             raise BuildError(
                 f"the program compiled nothing with jax, and ended with status {status}",
                 hint="record a command that calls jitted functions; Python must not run with -I, -E or -S",
             )
-        index, blobs = assemble(name, [packed(target, name) for target in targets], DESCRIPTIONS)
-        check_readable(index, blobs)
-        write_layout(output, index, blobs)
-        digest = digest_of(index)
-        attach_descriptions(output, digest, partial(recording_provenance, digest))
+        digest = write_bundle(output, name, [packed(target, name) for target in targets])
     finally:
         remove_and_unlock(lock, held)
     count = sum(target.count for target in targets)

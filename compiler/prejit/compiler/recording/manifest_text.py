@@ -32,7 +32,7 @@ class ProgramSection:
     """A function with the sizes and static values that it was called with.
 
     Attributes:
-        call: one of its calls, as `recording.outer_call` describes it.
+        call: one of its calls, as `outer_call` describes it.
         arguments: names and trees of its arguments, with the variables of buckets in shapes.
         buckets: the sizes of each variable.
         static: the values of each static argument.

@@ -90,7 +90,8 @@ def run(
     if settings and (own := os.environ.get(CACHE_DIRECTORY.upper())):
         _say(f"{CACHE_DIRECTORY.upper()}={own} is not used: jax reads {path} and writes nothing")
     serve = any(each.file.startswith(CALLS_PREFIX) for each in bundle.programs) and bool(settings)
-    plain = Orders(settings, serve=serve, checked=check_traces / 100)
+    recorded = {name: text for each in bundle.programs for name, text in each.conditions.items()}
+    plain = Orders(settings, recorded=recorded, serve=serve, checked=check_traces / 100)
     if not (report or live or output is not None or require_aot):
         sys.stdout.flush()
         nothing = bundle.directory is None

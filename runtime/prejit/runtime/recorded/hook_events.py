@@ -36,7 +36,7 @@ class JaxRequest:
         where: the line of the program that asked for it.
         not_kept: why jax did not write it to the cache; None: it did, or was not asked to.
         traced: why its call was traced in a run of a bundle with calls; None: it was not, or not such a run.
-        call: the call that asked for it, as the compiler's `recording.outer_call` describes it; None: not
+        call: the call that asked for it, as `outer_call` of the compiler describes it; None: not
             known, or one of jax's own functions.
     """
 

@@ -45,8 +45,7 @@ class RecordedBundle:
     """A recorded bundle that is open for this machine.
 
     Attributes:
-        name: its name.
-        digest: its digest.
+        name, digest: of the bundle.
         verdict: of the chosen target: the first that matches, or else the closest.
         requirement: of the same target.
         programs: of the same target.
@@ -217,7 +216,7 @@ def _locked(root: Path, *, shared: bool) -> Iterator[None]:
 def _remove_unused(root: Path) -> None:
     """Remove the directories that no start has used for a long time, and those of killed processes.
 
-    The caller has the lock, so nobody writes a directory that is not finished.
+    The caller has the lock.
     """
     now = time.time()
     for directory in root.iterdir():

@@ -55,9 +55,7 @@ def environment_for(orders: Orders, base: Mapping[str, str]) -> dict[str, str]:
     """
     path = base.get("PYTHONPATH")
     fixed = {}
-    if (orders.recorder is not None or orders.serve) and not base.get(
-        "PYTHONHASHSEED", ""
-    ).isdigit():
+    if (orders.calls or orders.serve) and not base.get("PYTHONHASHSEED", "").isdigit():
         fixed["PYTHONHASHSEED"] = "0"  # the order of sets of texts, which may decide a trace
     return {
         **base,
@@ -129,11 +127,7 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[int]:
-    """Yield a pipe in which each signal leaves a byte, so that a read of it ends.
-
-    Python handles a signal between two steps of its own. If one comes just before a wait begins, only this
-    byte ends the wait.
-    """
+    """Yield a pipe in which each signal leaves a byte, which ends a wait that begins after the signal."""
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)

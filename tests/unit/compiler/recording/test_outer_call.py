@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from prejit.compiler.recording.jax_cache_packing import OUTER_CALL
+from prejit.compiler.recording.jax_cache_packing import RECORDER
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.watched_command import cache_settings, environment_for
@@ -84,7 +84,7 @@ def calls(tmp_path_factory):
     (at / "package" / "library.py").write_text(LIBRARY)
     (at / "program.py").write_text(PROGRAM)
     settings = cache_settings(at / "cache", write=True)
-    orders = Orders(settings, str(at / "events"), functions=OUTER_CALL)
+    orders = Orders(settings, str(at / "events"), recorder=RECORDER)
     done = subprocess.run(
         [sys.executable, str(at / "program.py")],
         env=environment_for(orders, os.environ),

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from prejit.compiler.recording.jax_cache_packing import OUTER_CALL
+from prejit.compiler.recording.jax_cache_packing import RECORDER
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.watched_command import cache_settings, environment_for
@@ -34,7 +34,7 @@ def recording(tmp_path):
     for name in ("cache", "events"):
         (tmp_path / name).mkdir()
     settings = cache_settings(tmp_path / "cache", write=True)
-    return Orders(settings, str(tmp_path / "events"), functions=OUTER_CALL)
+    return Orders(settings, str(tmp_path / "events"), recorder=RECORDER)
 
 
 SCORES = """

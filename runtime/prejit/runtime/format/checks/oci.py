@@ -163,8 +163,8 @@ def check_manifest(content: bytes, path: str) -> ImageManifest:
         cap = _LAYER_CAPS.get(layer.mediaType, 1 << 50)
         check_descriptor(layer, layer.mediaType, cap, path)
     if RECORDED_MEDIA_TYPE in media_types:
-        if len(media_types) > 1:
-            raise ValueError("expected no other layer beside recorded files, found some")
+        if not {*media_types} <= {RECORDED_MEDIA_TYPE, PORTABLE_MEDIA_TYPE}:
+            raise ValueError("expected no other layer beside recorded files but StableHLO")
         return manifest
     for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
         if media_type not in media_types:

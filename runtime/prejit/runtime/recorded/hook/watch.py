@@ -1,8 +1,7 @@
 """Watch what jax compiles in this process and what it reads from its cache, and write a line for each.
 
 jax reports through `jax.monitoring`, which is public, and through its loggers. A program that disables
-logging hides the ingredients of its keys, not its hits and misses. No failure here may break the program: the
-first one is printed, and the program goes on.
+logging hides the ingredients of its keys, not its hits and misses. No failure here may break the program.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 CACHE_DIRECTORY = "jax_compilation_cache_dir"
 """The public setting of jax that names its cache."""
 
-
 _AHEAD = "jax compiled it outside a call, as `jax.jit(f).lower().compile()` does"
 """Why a program is traced that no call asked for."""
 
@@ -61,10 +59,11 @@ class Orders:
         settings: jax's settings by name. The program may not change them.
         events: the directory for the lines; None: write none.
         refuse: whether a program that is not in the cache raises NotRecordedError.
-        functions: the file with the function `outer_call`, which describes the call that made jax compile.
-            It is the compiler's, whose package this process may not find. None: no call is described.
-        recorder: the directory of the compiler's package that records calls, for starts without traces; None:
-            none is recorded.
+        recorder: the compiler's package that describes and keeps what jax compiles, whose name this process
+            may not find; None: nothing is recorded.
+        calls: whether it records calls, too, for starts without traces.
+        recorded: conditions of recorded programs; in a build for other machines what jax hashes about the
+            recorded devices, hexadecimal, by `devices_text`.
         serve: whether calls run without a trace where the bundle has them.
         checked: the share of these that is traced and compared, from 0 to 1.
     """
@@ -72,8 +71,9 @@ class Orders:
     settings: dict[str, Any]
     events: str | None = None
     refuse: bool = False
-    functions: str | None = None
     recorder: str | None = None
+    calls: bool = False
+    recorded: dict[str, str] | None = None
     serve: bool = False
     checked: float = 0.0
 
@@ -89,8 +89,9 @@ def install(orders: Orders) -> None:
         from prejit.runtime.recorded.hook.jax_calls import keep_callbacks
 
         watch.guarded(keep_callbacks)()
-    if orders.recorder is not None or orders.serve:
-        watch.hook_calls()
+    watch.guarded(watch.hook_keys)()
+    if orders.calls or orders.serve:
+        watch.guarded(watch.hook_calls)()
     if orders.events is None and not orders.refuse and not orders.checked:
         return
     monitoring.register_event_listener(watch.event)
@@ -157,9 +158,9 @@ class _Watch:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._outer_call: Callable[[], Any] | None = None
-        if orders.functions is not None:
-            self._outer_call = _loaded("prejit_outer_call", orders.functions).outer_call
+        self._recorder: Any = None
+        if orders.recorder is not None:
+            self._recorder = _loaded("prejit.compiler.recording.hook", orders.recorder)
         self._clock = StartClock()
         self._kept: KeptCalls | None = None
         self._thread = threading.local()
@@ -167,26 +168,37 @@ class _Watch:
         self._failed = False
         self._found_directory: str | None = None
 
-    # Calls without traces
+    # Keys of programs, calls without traces
+
+    def hook_keys(self) -> None:
+        """Keep programs as jax lowered them, or have jax look for the keys of another machine."""
+        if self._recorder is not None:
+            self._recorder.keep_programs(self._orders.events)
+        if recorded := self._orders.recorded:
+            from jax._src import cache_key
+
+            own = cache_key._hash_accelerator_config
+
+            def hash_config(to: Any, devices: Any) -> None:
+                found = recorded.get(devices_text(devices))
+                own(to, devices) if found is None else to.update(bytes.fromhex(found))
+
+            cache_key._hash_accelerator_config = hash_config
 
     def hook_calls(self) -> None:
         """Record the calls that jax traces, or serve those that were recorded."""
         from prejit.runtime.recorded.hook.jax_calls import hook_calls
 
         settings = tuple(self._orders.settings)
-        try:
-            if self._orders.recorder is not None:
-                package = _loaded("prejit.compiler.recording.hook", self._orders.recorder)
-                recorder = package.call_recorder(settings, self._take_key, self._write_all)
-                hook_calls(*map(self.guarded, (recorder.started, recorder.traced, recorder.ended)))
-            else:
-                from prejit.runtime.recorded.hook.kept_calls import KeptCalls
+        if self._orders.calls:
+            recorder = self._recorder.call_recorder(settings, self._take_key, self._write_all)
+            hook_calls(*map(self.guarded, (recorder.started, recorder.traced, recorder.ended)))
+        else:
+            from prejit.runtime.recorded.hook.kept_calls import KeptCalls
 
-                directory = Path(self._orders.settings[CACHE_DIRECTORY])
-                self._kept = KeptCalls(directory, settings, self._orders.checked, self._told)
-                hook_calls(self._started, ended=self._ended)
-        except Exception as error:
-            self._fail(error)
+            directory = Path(self._orders.settings[CACHE_DIRECTORY])
+            self._kept = KeptCalls(directory, settings, self._orders.checked, self._told)
+            hook_calls(self._started, ended=self._ended)
 
     def _started(self, token: object, call: Any) -> Any:
         assert self._kept is not None
@@ -360,8 +372,8 @@ class _Watch:
             reason = reason or _AHEAD
         if reason is not None:
             line["traced"] = reason
-        if self._outer_call is not None:
-            line["call"] = self._outer_call()
+        if self._recorder is not None:
+            line["call"] = self._recorder.outer_call()
         return line
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -370,7 +382,7 @@ class _Watch:
     def _write_all(self, lines: list[dict[str, Any]]) -> None:
         """Append lines to the file of this process, whose first writer adds what the process is.
 
-        A process that is killed has written all before. No lock: a fork would inherit it as it is.
+        No lock: a fork would inherit it as it is.
         """
         if self._orders.events is None:
             return
@@ -392,6 +404,12 @@ class _Watch:
         print(f"prejit: cannot watch jax any more: {text}", file=sys.stderr)
         with contextlib.suppress(Exception):  # the same failure, perhaps
             self._write({"failure": text})
+
+
+def devices_text(devices: Any) -> str:
+    """Return the devices of a program, and how many its process has."""
+    ids = [device.id for device in devices.flat]
+    return f"devices {ids} of {len(devices.flat[0].client.devices())}"
 
 
 def _process() -> dict[str, Any]:

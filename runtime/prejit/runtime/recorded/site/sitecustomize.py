@@ -132,7 +132,7 @@ if __name__ == "sitecustomize":
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _SITE]
     if '"events": "' in os.environ.get("PREJIT_HOOK", ""):
         _time_imports()
-    if '"recorder": "' in os.environ.get("PREJIT_HOOK", ""):
+    if '"calls": true' in os.environ.get("PREJIT_HOOK", ""):
         try:
             _watch_inputs()
         except Exception as error:

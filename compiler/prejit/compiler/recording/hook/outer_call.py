@@ -2,9 +2,6 @@
 
 jax calls its listeners inside the call of the jitted function, so a frame above has the arguments. Values
 stay here: only shapes, dtypes, classes and static arguments are written.
-
-The hook of `runtime.recorded` loads this file by its path in the processes of the program, which may have
-another Python and no prejit. So it imports jax, Python's library and the hook.
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+"""Recordings that are built for other machines: recorded on one, started on others."""
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+
+import pytest
+from tests.processes import ran
+
+from prejit.compiler.recording.build_for_machines import build_recording
+from prejit.compiler.recording.jax_cache_packing import packed, read_targets, write_bundle
+from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3")
+PROGRAM = """
+import os, sys
+import jax, jax.numpy as jnp
+from jax import monitoring
+from jax._src import cache_key
+
+if "LAPTOP" in os.environ:  # another CPU: what jax hashes of it is in each key
+    cache_key._hash_accelerator_config = lambda to, devices: to.update(b"a laptop")
+jax.events_seen = []
+monitoring.register_event_duration_secs_listener(lambda name, *_, **__: jax.events_seen.append(name))
+
+@jax.jit
+def step(params, x):
+    loss, slopes = jax.value_and_grad(lambda w: jnp.square(jnp.tanh(x @ w) - 1).mean())(params["w"])
+    return {"w": params["w"] - 0.1 * slopes}, loss
+
+@jax.jit
+def solve(w):
+    return jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(w @ w.T + jnp.eye(8)), jnp.ones(8))
+
+if __name__ == "__main__":
+    params, x = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8)}, jnp.linspace(0, 1, 32).reshape(4, 8)
+    for _ in range(3):
+        params, loss = step(params, x)
+    halves = jax.jit(lambda x: x / 2)(jax.device_put(x, jax.devices()[-1]))
+    print(f"{loss:.4f} {solve(params['w']).sum():.4f} {halves.sum():.4f}")
+    print(len(jax.events_seen), file=sys.stderr)
+"""
+pytestmark = pytest.mark.skipif(
+    "fma" not in Fingerprint.current().cpu_features, reason="runs code for x86-64-v3"
+)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("built")
+    (directory / "serve.py").write_text(PROGRAM)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prejit_at(here):
+
+    def run(*words, status=0, **env):
+        runtime = {
+            "PREJIT_RUNTIME_CACHE": str(here / "runtime"),
+            "PREJIT_CACHE": str(here / "cache"),
+        }
+        devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+        environment = {**os.environ, **runtime, **devices, **env}
+        return ran(sys.executable, *words, status=status, env=environment, cwd=here)
+
+    return run
+
+
+def recorded(prejit_at, bundle, *options, **env):
+    words = ("-m", "prejit.runtime", "record", "-o", bundle, *options, "--")
+    return prejit_at(*words, sys.executable, "serve.py", **env)
+
+
+def report_of(prejit_at, here, bundle, *options, **env):
+    words = ("-m", "prejit.runtime", "run", bundle, "-o", "report.json", *options, "--")
+    done = prejit_at(*words, sys.executable, "serve.py", **env)
+    return done, json.loads((here / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def recording(here, prejit_at):
+    for _ in range(2):
+        recorded(prejit_at, "serve", "--untraced")
+    return here / "serve"
+
+
+@pytest.fixture(scope="module")
+def built(here, recording, prejit_at):
+    words = ("-m", "prejit.runtime", "build", recording, "--json")
+    targets = [word for level in LEVELS for word in ("--target", level)]
+    done = json.loads(prejit_at(*words, *targets, "-o", "fleet").stdout)
+    assert done[0]["targets"] == [*LEVELS]
+    assert (done[0]["cached"], done[0]["left_out"]) == (0, [])
+    return here / "fleet" / "serve"
+
+
+def test_a_recording_is_built_for_levels_which_start_without_a_trace(
+    here, recording, built, prejit_at
+):
+    """Recorded here, run for a lower level and for the best one: jax reports no trace and no compile."""
+    plain = prejit_at("serve.py")
+    assert int(plain.stderr) > 10
+    for level in LEVELS:
+        done = prejit_at(
+            *("-m", "prejit.runtime", "build", recording, "--target", level, "-o", level)
+        )
+        assert "compiled 0, cached" in done.stderr
+        done, report = report_of(prejit_at, here, f"{level}/serve", "--require-aot")
+        assert (done.stdout, int(done.stderr)) == (plain.stdout, 0)
+        assert (report["hits"], report["missed"], report["traced"]) == (0, 0, {})
+        assert report["untraced"] >= 3
+    done, report = report_of(prejit_at, here, built)
+    assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
+
+
+def test_calls_that_are_traced_find_the_keys_of_the_recorded_machine(here, prejit_at):
+    recorded(prejit_at, "laptop", LAPTOP="1")
+    _, report = report_of(prejit_at, here, "laptop")
+    assert report["hits"] == 0
+    prejit_at("-m", "prejit.runtime", "build", "laptop", "--target", LEVELS[1], "-o", "fleet")
+    _, report = report_of(prejit_at, here, "fleet/laptop", "--require-aot")
+    assert report["hits"] >= 3
+    assert report["missed"] == 0
+
+
+def test_what_cannot_be_built_is_refused_with_the_way_out(here, recording, built, tmp_path):
+    def refused(path, *names, output=tmp_path):
+        with pytest.raises(UsageError) as found:
+            build_recording(path, output, names, cache=here / "cache")
+        return f"{found.value} {found.value.hint}"
+
+    assert "--target cpu-x86-64-v3" in refused(recording)
+    assert "platform cpu, found cpu and cuda" in refused(recording, "cuda-h100")
+    assert "record on such a machine" in refused(recording, "cuda-h100")
+    assert "another directory" in refused(recording, LEVELS[0], output=here)
+    assert "record again" in refused(built, LEVELS[0])
+    [target] = read_targets(recording)
+    old = tmp_path / "old"
+    write_bundle(old, "old", [packed(dataclasses.replace(target, lowered={}), "old")])
+    assert "an older prejit recorded them" in refused(old, LEVELS[0], output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_recordings_take_no_options_of_manifests(recording, prejit_at):
+    words = ("-m", "prejit.runtime", "build", recording, "--target", LEVELS[0])
+    assert "found --retrace" in prejit_at(*words, "--retrace", status=2).stderr
+    assert "found manifests as well" in prejit_at(*words, "demo.toml", status=2).stderr
+
+
+def test_no_flipped_bit_of_a_kept_program_is_compiled(recording, tmp_path):
+    copy = shutil.copytree(recording, tmp_path / "serve")
+    [target] = read_targets(copy)
+    layer = packed(target, "serve").layers[1]
+    file = copy / "blobs" / "sha256" / layer.digest.removeprefix("sha256:")
+    content = file.read_bytes()
+    file.chmod(0o644)
+    for place in range(0, len(content), len(content) // 40):
+        file.write_bytes(
+            content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+        )
+        with pytest.raises(RejectError):
+            read_targets(copy)
+    file.write_bytes(content)
+    assert read_targets(copy) == (target,)
