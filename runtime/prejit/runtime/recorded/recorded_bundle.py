@@ -216,7 +216,7 @@ def _locked(root: Path, *, shared: bool) -> Iterator[None]:
 def _remove_unused(root: Path) -> None:
     """Remove the directories that no start has used for a long time, and those of killed processes.
 
-    The caller has the lock.
+    The caller has the lock, so nobody writes a directory that is not finished.
     """
     now = time.time()
     for directory in root.iterdir():

@@ -127,7 +127,11 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[int]:
-    """Yield a pipe in which each signal leaves a byte, which ends a wait that begins after the signal."""
+    """Yield a pipe in which each signal leaves a byte, so that a read of it ends.
+
+    Python handles a signal between two steps of its own. If one comes just before a wait begins, only this
+    byte ends the wait.
+    """
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)

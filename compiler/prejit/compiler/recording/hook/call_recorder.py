@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.recording.hook.callback_lines import CallbackLines
+from prejit.compiler.recording.hook.described_executable import executable_json
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
 from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.jax_calls import (
     CompiledCall,
     JaxCall,
     TracedPart,
-    executable_json,
     looks_for_nans,
 )
 from prejit.runtime.recorded.hook.kept_calls import call_name

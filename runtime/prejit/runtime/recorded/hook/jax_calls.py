@@ -255,45 +255,6 @@ def array_text(array: Any, aval: Any) -> str:
     return f"{text} {sharding_json(array.sharding)} {array.format.layout}"
 
 
-def executable_json(executable: Any) -> Json:
-    """Return a MeshExecutable without its code, as JSON.
-
-    Raises:
-        NotKeptError: it has parts that another process cannot have.
-    """
-    import jax
-
-    if executable is None or getattr(executable, "_unloaded_executable", None) is None:
-        raise NotKeptError("jax kept no executable of it")
-    found = executable._unloaded_executable
-    if found.host_callbacks or found.keepalive:
-        raise NotKeptError("it calls Python")
-    if found.unordered_effects or found.ordered_effects:
-        raise NotKeptError("it has effects")
-    if found.mut is not None and (found.mut.in_mut or found.mut.out_mut):
-        raise NotKeptError("it changes a reference of jax")
-    if jax.process_count() > 1:
-        raise NotKeptError("it runs in several processes")
-    return {
-        "name": found.name,
-        "platform": found.backend.platform,
-        "devices": [device.id for device in found.device_list],
-        "inputs": [_aval_json(aval) for aval in found.input_avals],
-        "input_shardings": [sharding_json(each) for each in found.input_shardings],
-        "outputs": [_aval_json(aval) for aval in found.output_avals],
-        "output_shardings": [sharding_json(each) for each in found.output_shardings],
-        "committed": bool(found.committed),
-        "kept": sorted(found.kept_var_idx),
-        "plain_layouts": _no_layouts(found.dispatch_in_layouts),
-    }
-
-
-def _no_layouts(layouts: Sequence[Any]) -> bool:
-    if any(each is not None for each in layouts):
-        raise NotKeptError("it was given layouts of arguments")
-    return True
-
-
 def load_executable(described: Json, key: str) -> Any:
     """Return the MeshExecutable that `executable_json` described, with the code of jax's cache.
 
@@ -315,9 +276,9 @@ def load_executable(described: Json, key: str) -> Any:
         from jax._src.lib import lapack
 
         lapack._lapack.initialize()
-    inputs = [_aval(each) for each in described["inputs"]]
+    inputs = [aval_of(each) for each in described["inputs"]]
     nothing = [None] * len(inputs)
-    outputs = [_aval(each) for each in described["outputs"]]
+    outputs = [aval_of(each) for each in described["outputs"]]
     return pxla.UnloadedMeshExecutable(
         xla_executable=client.deserialize_executable(serialized, executable_devices=chosen),
         device_list=chosen,
@@ -342,38 +303,8 @@ def load_executable(described: Json, key: str) -> Any:
     ).load()
 
 
-def _aval_json(aval: Any) -> Json:
-    from jax._src import core
-
-    if type(aval) is not core.ShapedArray:
-        raise NotKeptError(f"it takes or returns a {type(aval).__name__}")
-    mesh = aval.sharding.mesh
-    on_mesh = [] if mesh.empty else [_abstract_mesh_json(mesh)]
-    implementation = getattr(aval.dtype, "_impl", None)
-    if implementation is not None:
-        described = [implementation.name, list(aval.shape), "key", *on_mesh]
-    elif hasattr(aval.dtype, "_rules"):
-        raise NotKeptError(f"it takes or returns {aval}")
-    else:
-        kind = "weak" if aval.weak_type else ""
-        described = [aval.dtype.name, list(aval.shape), kind, *on_mesh]
-    made = _aval(described)
-    if made != aval or str(made) != str(aval):
-        raise NotKeptError(f"it takes or returns {aval}")
-    return described
-
-
-def _abstract_mesh_json(mesh: Any) -> Json:
-    device = mesh.abstract_device
-    return [
-        list(mesh.axis_names),
-        list(mesh.axis_sizes),
-        [str(each) for each in mesh.axis_types],
-        None if device is None else [device.device_kind, device.num_cores, device.platform],
-    ]
-
-
-def _aval(described: Json) -> Any:
+def aval_of(described: Json) -> Any:
+    """Return the type of an argument or a result that was described."""
     import jax.numpy as jnp
     from jax._src import core
     from jax._src.mesh import AbstractDevice

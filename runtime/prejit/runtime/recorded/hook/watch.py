@@ -382,7 +382,7 @@ class _Watch:
     def _write_all(self, lines: list[dict[str, Any]]) -> None:
         """Append lines to the file of this process, whose first writer adds what the process is.
 
-        No lock: a fork would inherit it as it is.
+        A process that is killed has written all before. No lock: a fork would inherit it as it is.
         """
         if self._orders.events is None:
             return
