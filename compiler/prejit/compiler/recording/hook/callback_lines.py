@@ -19,26 +19,12 @@ class CallbackLines:
     """Notes where the program asked for each function that an executable calls, when jax lowers it."""
 
     def __init__(self) -> None:
-        from jax._src import callback
-        from jax._src.lib import xla_client
-        from jax._src.source_info_util import user_frames
-
-        emit = callback.emit_python_callback
         self._lines: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
-        def emit_python_callback(context: Any, *arguments: Any, **named: Any) -> Any:
-            found = emit(context, *arguments, **named)
-            if (
-                found[2] is not None
-            ):  # the function that jax gives to the executable; None: on a TPU
-                now = xla_client.Traceback.get_traceback()  # for what jax traces when it lowers
-                frames = [*user_frames(context.traceback), *user_frames(now)]
-                self._lines[found[2]] = _line(
-                    [(each.file_name, each.start_line) for each in frames]
-                )
-            return found
+        def note(callback: Any, frames: list[tuple[str, int]]) -> None:
+            self._lines[callback] = _line(frames)
 
-        callback.emit_python_callback = emit_python_callback
+        jax_calls.hook_callbacks(note)
 
     def reason(self, executable: Any) -> str | None:
         """Return why a MeshExecutable that calls Python is traced; None: it calls nothing."""

@@ -181,6 +181,25 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
     pjit._get_fastpath_data = fastpath_data
 
 
+def hook_callbacks(note: Callable[[Any, list[tuple[str, int]]], None]) -> None:
+    """Call `note` when jax lowers a call of Python: with the function, and the frames that asked for it."""
+    from jax._src import callback
+    from jax._src.lib import xla_client
+    from jax._src.source_info_util import user_frames
+
+    emit = callback.emit_python_callback
+
+    def emit_python_callback(context: Any, *arguments: Any, **named: Any) -> Any:
+        found = emit(context, *arguments, **named)
+        if found[2] is not None:  # on a TPU it is
+            now = xla_client.Traceback.get_traceback()  # for what jax traces when it lowers
+            frames = [*user_frames(context.traceback), *user_frames(now)]
+            note(found[2], [(each.file_name, each.start_line) for each in frames])
+        return found
+
+    callback.emit_python_callback = emit_python_callback
+
+
 class _Client:
     """A client of jaxlib that also gives an executable of the cache the functions that it calls."""
 
