@@ -38,8 +38,12 @@ _MAX_OBJECTS = 100_000
 _functions: WeakKeyDictionary[types.FunctionType, list[Any]] = WeakKeyDictionary()
 """The digests of functions that constants are. A call may change the values that a function closes over, and
 it stays the same function for jax."""
-_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-"""Instructions that read a global by name."""
+_READS = {
+    dis.opmap[name]: name == "LOAD_GLOBAL"
+    for name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    if name in dis.opmap
+}
+"""Instructions that read a global by name, and whether its number begins at their second bit."""
 _OF_CODE = (
     *("co_qualname", "co_code", "co_consts", "co_names", "co_varnames", "co_freevars"),
     *("co_cellvars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags"),
@@ -392,10 +396,15 @@ def _read(known: dict[str, Any], names: frozenset[str], attributes: frozenset[st
     return found
 
 
-@lru_cache
+@lru_cache(4096)
 def globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of globals that code and the functions inside of it read, and all its names."""
-    read = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
+    read, extended = set(), 0  # dis.get_instructions takes ten times as long
+    for operation, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        number = extended << 8 | argument
+        extended = number if operation == dis.EXTENDED_ARG else 0
+        if operation in _READS:
+            read.add(code.co_names[number >> _READS[operation]])
     inner = [globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     names = frozenset(code.co_names)
     for globals_, more in inner:
