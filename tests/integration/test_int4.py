@@ -27,7 +27,7 @@ def built(run, stories, tmp_path_factory):
     return at / "four"
 
 
-def test_a_story_in_four_bits_is_much_less_likely_or_another_in_a_fresh_process(run, built):
+def test_a_story_in_four_bits_is_hardly_less_likely_and_the_same_in_a_fresh_process(run, built):
     (target,) = json.loads(run("inspect", built, "--json").stdout)["targets"]
     config = target["config"]
     accuracy = config["accuracy"]
@@ -68,12 +68,6 @@ def test_tokens_of_avx2_depend_on_no_batch_or_cut(run, stories, tmp_path, no_war
             assert rest == [each[cut:] for each in alone]
     other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
     with load(tmp_path / "avx2", fingerprint=other) as bundle:  # which rounds nothing
-        assert max(each.share for each in bundle.check_answers()) < 0.5
-
-
-def test_the_portable_programs_of_four_bits_give_another_answer(built, no_warnings_of_fallback):
-    other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
-    with load(built, fingerprint=other) as bundle:
         answers = list(bundle.check_answers())
     assert {each.ran for each in answers} == {"portable"}
     assert max(each.share for each in answers) < 0.5
