@@ -1,13 +1,17 @@
 """A program of `jit` is for the code and the globals of its build: jax compiles what changed, and says so."""
 
+import importlib
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from tests.processes import ran
 
 from prejit.compiler import build
+from prejit.runtime import load
+from prejit.runtime.jitted.jit_call import state_misfit
 
 from .conftest import functions_manifest
 
@@ -160,3 +164,16 @@ def test_a_script_is_the_module_that_the_manifest_names(bundle, tmp_path):
     script = tmp_path / "steps.py"
     script.write_text(STEPS + RUN + ITSELF)
     assert json.loads(ran(sys.executable, script, bundle).stdout) == [True, ["step"], []]
+
+
+def test_what_another_python_compiled_is_not_compared(bundle, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(write(tmp_path, *CHANGED["a literal"]))
+    step = importlib.import_module("steps").step
+    built = load(bundle).config.programs[0]
+    assert "the code of steps has changed" in state_misfit(built, step, ())
+    tag = sys.implementation.cache_tag
+    for state in (
+        {place.replace(tag, "cpython-399"): each for place, each in built.state.items()},
+        {},
+    ):
+        assert state_misfit(replace(built, state=state), step, ()) == ""

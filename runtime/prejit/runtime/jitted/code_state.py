@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from prejit.runtime.base.files import digest_of
@@ -29,10 +29,8 @@ def code_state(roots: Iterable[object]) -> dict[str, Constant]:
     """
     code: dict[str, set[str]] = {}
     values: dict[str, Any] = {}
-    owners: list[
-        tuple[str, Mapping[str, Any]]
-    ] = []  # modules and classes, whose attributes code may read
-    names: set[str] = set()
+    owners: list[tuple[str, dict[str, Any]]] = []  # modules and classes
+    names: set[str] = set()  # in the code so far: attributes of owners may be among them
     seen: dict[int, object] = {}  # with the objects, or another one could get the identity
     waiting = [*roots]
     while waiting:
@@ -47,13 +45,13 @@ def code_state(roots: Iterable[object]) -> dict[str, Constant]:
                 )
                 read, more = constants.globals_of(value.__code__)
                 names |= more
-                known = {n: each for n, each in value.__globals__.items() if n in read}
+                known = {n: value.__globals__[n] for n in read & value.__globals__.keys()}
                 values |= {f"{module}.{name}": each for name, each in known.items()}
                 waiting += known.values()
             elif isinstance(value, types.ModuleType) and is_of_program(value.__name__):
-                owners.append((constants.module_name(value.__name__), vars(value)))
+                owners.append((constants.module_name(value.__name__), dict(vars(value))))
             elif isinstance(value, type) and is_of_program(value.__module__):
-                owners.append((constants.name_of(value).replace(":", "."), vars(value)))
+                owners.append((constants.name_of(value).replace(":", "."), dict(vars(value))))
         if len(seen) > _MAX_OBJECTS:
             return {}
         if not waiting:
@@ -74,9 +72,13 @@ def code_state(roots: Iterable[object]) -> dict[str, Constant]:
     return found
 
 
-def is_compared(place: str) -> bool:
-    """Return whether this Python can compare a place of a function's state."""
-    return place.endswith(_PYTHON) or not place.startswith((_CODE, _GLOBAL))
+def compared(built: Iterable[str], found: Iterable[str]) -> list[str]:
+    """Return the places to compare: those of code and globals only if this Python's are in the build."""
+    ours = any(place.endswith(_PYTHON) for place in built)
+    places = dict.fromkeys((*built, *found))
+    return [
+        p for p in places if not p.startswith((_CODE, _GLOBAL)) or (ours and p.endswith(_PYTHON))
+    ]
 
 
 def code_place(place: str) -> str:
@@ -92,20 +94,16 @@ def _held(value: Any) -> list[Any]:
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return [*cells, *defaults, *vars(value).values()]
     if isinstance(value, type):
-        functions = [
-            each for each in vars(value).values() if callable(each) or hasattr(each, "__get__")
-        ]
-        return [*functions, *value.__bases__] if is_of_program(value.__module__) else []
-    if (
-        isinstance(value, types.ModuleType)
-        or value is None
-        or kind in (str, int, float, bool, bytes)
-    ):
+        if not is_of_program(value.__module__):
+            return []
+        known = [*vars(value).values()]
+        return [*value.__bases__, *(v for v in known if callable(v) or hasattr(v, "__get__"))]
+    if isinstance(value, types.ModuleType) or kind in (type(None), str, int, float, bool, bytes):
         return []
     if isinstance(value, dict):
         return [kind, *value.values()]
     if isinstance(value, (tuple, list, set, frozenset)):
         return [kind, *value]
-    told = constants.is_told(kind.__module__)
+    told = constants.is_told(kind.__module__) or kind.__module__.startswith("prejit.")
     wrapped = [getattr(value, name) for name in _WRAPPED if told and hasattr(value, name)]
     return [kind, *wrapped, *([] if told else attributes_of(value).values())]

@@ -14,7 +14,7 @@ from typing import Any, final
 from prejit.runtime.format import constants
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.constants import Constant
-from prejit.runtime.jitted.code_state import code_place, code_state, is_compared
+from prejit.runtime.jitted.code_state import code_place, code_state, compared
 from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 Chosen = tuple[int | Sequence[int] | None, str | Sequence[str] | None]
@@ -227,7 +227,7 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
         return ""
     found = function_state(function, {*bound, *(program.static or ())})
     built = {name: constants.parse(json.loads(text)) for name, text in program.state.items()}
-    for name in filter(is_compared, {**built, **found}):
+    for name in compared(built, found):
         if name in built and name in found and constants.same(built[name], found[name]):
             continue
         if module := code_place(name):
