@@ -16,8 +16,8 @@ import zstandard
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.executable_keys import executable_key
 from prejit.compiler.compile.executor import collect
-from prejit.compiler.compile.lowered_program import LoweredProgram
 from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.compile.recorded_lowering import RecordedLowering
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.pipeline.build_run import make_toolchain
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget
@@ -181,7 +181,7 @@ def _built(
             hint="build where this jaxlib is installed, or record again with the one that is",
         )
     programs = {
-        each.entry.file: LoweredProgram.of(source.lowered[each.entry.file])
+        each.entry.file: RecordedLowering.of(source.lowered[each.entry.file])
         for each in _programs(source)
         if each.entry.file in source.lowered
     }
@@ -205,7 +205,7 @@ def _job(
     name: str,
     file: str,
     source: RecordedTarget,
-    lowered: LoweredProgram,
+    lowered: RecordedLowering,
     tools: Toolchain,
     store: DirectoryStore,
 ) -> CompileJob:
@@ -215,7 +215,7 @@ def _job(
 
 
 def _cached(
-    recorded: RecordedFile, lowered: LoweredProgram, result: Compiled, store: DirectoryStore
+    recorded: RecordedFile, lowered: RecordedLowering, result: Compiled, store: DirectoryStore
 ) -> RecordedFile:
     """Return the file of jax's cache of a compiled program: the seconds that it took, then the executable."""
     entry = recorded.entry

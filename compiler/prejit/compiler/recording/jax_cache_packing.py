@@ -24,7 +24,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
 )
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.recording.hook.lowered_programs import ENDING
+from prejit.compiler.recording.hook.jax_lowerings import ENDING
 from prejit.compiler.recording.lowered_layer import lowered_layer, read_lowered
 from prejit.compiler.recording.untraced_calls import RecordedCalls, confirmed, read_calls
 from prejit.runtime.base.files import digest_of, store_errors
@@ -76,7 +76,7 @@ class RecordedTarget:
         requirement: what its programs need of a machine.
         versions: of the packages that compiled them, by name.
         programs: its files, by name.
-        lowered: programs as jax lowered them (`LoweredProgram`), by the name of the file.
+        lowered: programs as jax lowered them (`RecordedLowering`), by the name of the file.
     """
 
     requirement: Requirement

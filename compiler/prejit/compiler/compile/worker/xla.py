@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.compile.gpu_convolutions import WITHOUT_CUDNN, has_plain_convolutions
-from prejit.compiler.compile.lowered_program import LoweredProgram
+from prejit.compiler.compile.recorded_lowering import RecordedLowering
 from prejit.compiler.compile.worker.protobuf import edit_protobuf
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jax_parts, _jaxlib, kernels
@@ -69,7 +69,7 @@ def import_compiler(platform: str) -> None:
 
 
 def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> CompiledProgram:
-    """Compile a portable program, or a LoweredProgram, for a machine.
+    """Compile a portable program, or a RecordedLowering, for a machine.
 
     Raises:
         BuildError: XLA cannot compile it.
@@ -181,8 +181,8 @@ def _compile_ahead(
     """
     options = _jax_parts.compile_options(devices)
     options.env_option_overrides = list(flags)
-    if LoweredProgram.is_in(portable):
-        lowered = LoweredProgram.of(portable)
+    if RecordedLowering.is_in(portable):
+        lowered = RecordedLowering.of(portable)
         xla_client, _ = _jaxlib.import_jaxlib()
         portable, options = (
             lowered.portable,

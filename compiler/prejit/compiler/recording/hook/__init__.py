@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.compiler.recording.hook.lowered_programs import keep_programs
+from prejit.compiler.recording.hook.jax_lowerings import keep_programs
 from prejit.compiler.recording.hook.outer_call import outer_call
 
 

@@ -6,6 +6,7 @@ import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from prejit.compiler.recording.hook.jax_lowerings import hook_callbacks
 from prejit.runtime.recorded.hook import jax_calls
 
 _OURS = os.path.dirname(__file__), os.path.dirname(jax_calls.__file__)
@@ -24,7 +25,7 @@ class CallbackLines:
         def note(callback: Any, frames: list[tuple[str, int]]) -> None:
             self._lines[callback] = _line(frames)
 
-        jax_calls.hook_callbacks(note)
+        hook_callbacks(note)
 
     def reason(self, executable: Any) -> str | None:
         """Return why a MeshExecutable that calls Python is traced; None: it calls nothing."""

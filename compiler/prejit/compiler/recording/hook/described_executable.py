@@ -49,9 +49,9 @@ def _no_layouts(layouts: Sequence[Any]) -> bool:
 
 
 def _aval_json(aval: Any) -> Json:
-    from jax._src import core
+    import jax
 
-    if type(aval) is not core.ShapedArray:
+    if type(aval) is not jax.core.ShapedArray:
         raise NotKeptError(f"it takes or returns a {type(aval).__name__}")
     mesh = aval.sharding.mesh
     on_mesh = [] if mesh.empty else [_abstract_mesh_json(mesh)]

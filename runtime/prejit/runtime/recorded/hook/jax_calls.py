@@ -9,12 +9,12 @@ is a jaxpr, which `_pjit_call_impl_python` lowers, compiles and runs. `hook_call
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, PART_FRAME
+from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, PART_FRAME, devices_text
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text, value_text
 from prejit.runtime.recorded.hook.kept_shardings import (
     NotKeptError,
@@ -181,23 +181,17 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
     pjit._get_fastpath_data = fastpath_data
 
 
-def hook_callbacks(note: Callable[[Any, list[tuple[str, int]]], None]) -> None:
-    """Call `note` when jax lowers a call of Python: with the function, and the frames that asked for it."""
-    from jax._src import callback
-    from jax._src.lib import xla_client
-    from jax._src.source_info_util import user_frames
+def hash_machine(recorded: Mapping[str, str]) -> None:
+    """Have jax hash other machines' devices into its keys: hexadecimal, by the text of devices here."""
+    from jax._src import cache_key
 
-    emit = callback.emit_python_callback
+    own = cache_key._hash_accelerator_config
 
-    def emit_python_callback(context: Any, *arguments: Any, **named: Any) -> Any:
-        found = emit(context, *arguments, **named)
-        if found[2] is not None:  # on a TPU it is
-            now = xla_client.Traceback.get_traceback()  # for what jax traces when it lowers
-            frames = [*user_frames(context.traceback), *user_frames(now)]
-            note(found[2], [(each.file_name, each.start_line) for each in frames])
-        return found
+    def hash_config(to: Any, devices: Any) -> None:
+        found = recorded.get(devices_text(devices))
+        own(to, devices) if found is None else to.update(bytes.fromhex(found))
 
-    callback.emit_python_callback = emit_python_callback
+    cache_key._hash_accelerator_config = hash_config
 
 
 class _Client:

@@ -6,6 +6,8 @@ what this text would have told.
 
 from __future__ import annotations
 
+from typing import Any
+
 KEY_LOGGER = "jax._src.cache_key"
 INGREDIENT = "get_cache_key hash of serialized %s: %s"
 """Arguments: the name of an ingredient of a cache key, and its digest."""
@@ -60,3 +62,9 @@ INGREDIENTS = (
     *(ACCELERATOR, COMPRESSION, CUSTOM_HOOK),
 )
 """The ingredients of a cache key, in jax's order."""
+
+
+def devices_text(devices: Any) -> str:
+    """Return the devices of a program, and how many its process has."""
+    ids = [device.id for device in devices.flat]
+    return f"devices {ids} of {len(devices.flat[0].client.devices())}"

@@ -175,15 +175,9 @@ class _Watch:
         if self._recorder is not None:
             self._recorder.keep_programs(self._orders.events)
         if recorded := self._orders.recorded:
-            from jax._src import cache_key
+            from prejit.runtime.recorded.hook.jax_calls import hash_machine
 
-            own = cache_key._hash_accelerator_config
-
-            def hash_config(to: Any, devices: Any) -> None:
-                found = recorded.get(devices_text(devices))
-                own(to, devices) if found is None else to.update(bytes.fromhex(found))
-
-            cache_key._hash_accelerator_config = hash_config
+            hash_machine(recorded)
 
     def hook_calls(self) -> None:
         """Record the calls that jax traces, or serve those that were recorded."""
@@ -404,12 +398,6 @@ class _Watch:
         print(f"prejit: cannot watch jax any more: {text}", file=sys.stderr)
         with contextlib.suppress(Exception):  # the same failure, perhaps
             self._write({"failure": text})
-
-
-def devices_text(devices: Any) -> str:
-    """Return the devices of a program, and how many its process has."""
-    ids = [device.id for device in devices.flat]
-    return f"devices {ids} of {len(devices.flat[0].client.devices())}"
 
 
 def _process() -> dict[str, Any]:

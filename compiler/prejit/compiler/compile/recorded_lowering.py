@@ -3,7 +3,7 @@
     {"prejit": 1, "platform": "cpu", "devices": "devices [0] of 1", "count": 1,
      "accelerator": HEX, "options": BASE64}, newline, StableHLO as a portable artifact
 
-`recording/hook/lowered_programs.py` writes this in the processes of a recorded program.
+`recording/hook/jax_lowerings.py` writes this in the processes of a recorded program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BEGINNING = b'{"prejit": 1, '
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredProgram:
+class RecordedLowering:
     """A lowered program.
 
     Attributes:
@@ -39,7 +39,7 @@ class LoweredProgram:
     portable: bytes
 
     @classmethod
-    def of(cls, content: bytes) -> LoweredProgram:
+    def of(cls, content: bytes) -> RecordedLowering:
         """Return the program in a file.
 
         Raises:

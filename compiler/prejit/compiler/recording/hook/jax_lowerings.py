@@ -1,6 +1,7 @@
-"""Keep each program that jax looks for in its cache, as jax lowered it, for builds for other machines.
+"""Watch jax lower programs: keep each for builds for other machines, and note where it calls Python.
 
-`compile/lowered_program.py` draws the files.
+All that a recording takes from jax's private parts is here, and in the runtime's `jax_calls`.
+`compile/recorded_lowering.py` draws the files.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import base64
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
-from prejit.runtime.recorded.hook.watch import devices_text
+from prejit.runtime.recorded.hook.jax_texts import devices_text
 
 ENDING = ".lowered"
 """What a file has behind the key of its program."""
@@ -46,6 +48,25 @@ def keep_programs(directory: str) -> None:
         return key
 
     cache_key.get = kept
+
+
+def hook_callbacks(note: Callable[[Any, list[tuple[str, int]]], None]) -> None:
+    """Call `note` when jax lowers a call of Python: with the function, and the frames that asked for it."""
+    from jax._src import callback
+    from jax._src.lib import xla_client
+    from jax._src.source_info_util import user_frames
+
+    emit = callback.emit_python_callback
+
+    def emit_python_callback(context: Any, *arguments: Any, **named: Any) -> Any:
+        found = emit(context, *arguments, **named)
+        if found[2] is not None:  # on a TPU it is
+            now = xla_client.Traceback.get_traceback()  # for what jax traces when it lowers
+            frames = [*user_frames(context.traceback), *user_frames(now)]
+            note(found[2], [(each.file_name, each.start_line) for each in frames])
+        return found
+
+    callback.emit_python_callback = emit_python_callback
 
 
 def _header(cache_key: Any, devices: Any, options: Any, backend: Any) -> dict[str, Any]:
