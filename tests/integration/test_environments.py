@@ -141,9 +141,10 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
 @pytest.mark.parametrize(
     ("jax", "constraints", "variables", "kind", "says", "hints"),
     [
-        (
+        pytest.param(
             *(JAX, ("jaxlib<0.10",), {}, BuildError),
             *("the target's constraints exclude each other", "constraints"),
+            marks=pytest.mark.thorough,
         ),
         (
             *(JAX, (), {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}),

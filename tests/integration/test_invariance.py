@@ -461,16 +461,10 @@ def table_of(forms, dtype, path):
     scope="module",
     params=[
         pytest.param(("int8", MIXED, True, "int8"), id="int8-mixed"),
-        pytest.param(("float32", {}, True, "int8"), id="int8-cache", marks=pytest.mark.thorough),
-        pytest.param(
-            ("int8", MIXED, True, "float32"), id="int8-weights", marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            ("bfloat16", MIXED, False, "float32"), id="bfloat16-mixed", marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            ("bfloat16", {}, False, "float32"), id="bfloat16-kernels", marks=pytest.mark.thorough
-        ),
+        pytest.param(("float32", {}, True, "int8"), id="int8-cache"),
+        pytest.param(("int8", MIXED, True, "float32"), id="int8-weights"),
+        pytest.param(("bfloat16", MIXED, False, "float32"), id="bfloat16-mixed"),
+        pytest.param(("bfloat16", {}, False, "float32"), id="bfloat16-kernels"),
     ],
 )
 def low(request, make_decoder, tmp_path_factory):
@@ -514,6 +508,7 @@ def most_moved(expected, found):
     return moved
 
 
+@pytest.mark.thorough
 def test_a_token_of_low_precision_depends_on_how_many_rows_a_product_has(low):
     """Prefill of 8 to 1024 rows, decode of 1 and 8, drafts that are verified in 9 and 72."""
     moved = {}
@@ -531,6 +526,7 @@ def test_a_token_of_low_precision_depends_on_how_many_rows_a_product_has(low):
     assert sum(value > CLEAR / 10 for value in moved.values()) < FEW * len(moved), moved
 
 
+@pytest.mark.thorough
 def test_a_token_of_low_precision_depends_on_its_neighbours(low):
     """What a row gets is the same to the last bit in one program, whatever the other rows are."""
     requests = [low.request(Spec(text, 24, limit=8, logprobs=3)) for text in range(BATCH)]

@@ -149,6 +149,7 @@ def own(module, generate=GENERATE_SIZES, **model):
     return Manifest("own", model=made, generate=generate, targets=["cpu-host"])
 
 
+@pytest.mark.thorough
 def test_a_second_build_compiles_nothing_and_another_value_is_seen(tmp_path, options):
     decoder = own_decoders.equinox_decoder()
 

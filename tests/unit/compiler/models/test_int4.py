@@ -280,7 +280,10 @@ def test_each_portable_form_gives_the_same_values(groups, sizes):
     ("family", "change"),
     [
         ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 32}),
-        ("whisper", {"d_model": 96, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128}),
+        pytest.param(
+            *("whisper", {"d_model": 96, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128}),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_logits_in_four_bits_are_those_of_what_they_stand_for(family, change):
