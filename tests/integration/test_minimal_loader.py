@@ -5,7 +5,7 @@ import time
 
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
-MOST_MODULES, MOST_LINES = 60, 10_730
+MOST_MODULES, MOST_LINES = 60, 10_710
 """From `load` to the first token of a decoder. Lines are those of files, docstrings and comments included."""
 
 MEASURE = """

@@ -18,7 +18,6 @@ import dataclasses
 import dis
 import enum
 import json
-import os
 import re
 import sys
 import types
@@ -38,12 +37,8 @@ _MAX_OBJECTS = 100_000
 _functions: WeakKeyDictionary[types.FunctionType, list[Any]] = WeakKeyDictionary()
 """The digests of functions that constants are. A call may change the values that a function closes over, and
 it stays the same function for jax."""
-_READS = {
-    dis.opmap[name]: name == "LOAD_GLOBAL"
-    for name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-    if name in dis.opmap
-}
-"""Instructions that read a global by name, and whether its number begins at their second bit."""
+_READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+"""Instructions that read a global by name."""
 _OF_CODE = (
     *("co_qualname", "co_code", "co_consts", "co_names", "co_varnames", "co_freevars"),
     *("co_cellvars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags"),
@@ -123,7 +118,7 @@ def described(value: object) -> EncodedConstant:
         if len(text) > _MAX_CHARACTERS and not EncodedConstant(text).is_unknown:
             text = dumps(_digest(type(value), [found]))
     except Exception:  # whatever the code of an object raises that describes it
-        return EncodedConstant(dumps(["unknown", name_of(type(value))]))
+        return EncodedConstant(dumps(["unknown", _name_of(type(value))]))
     if not walk.has_cycle:  # or the digest of a function depends on where the walk began
         for function, digest in walk.outer.items():
             _functions.setdefault(function, digest)
@@ -247,32 +242,20 @@ def _value(plain: Any) -> Any:
 def imported(name: str) -> Any:
     """Return what has the name `module:name` if the application has imported it, else None."""
     module, _, path = name.partition(":")
-    main = "__main__" if module == module_name("__main__") else ""
-    found: Any = sys.modules.get(module) or sys.modules.get(main)
+    found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
     return found
 
 
-def module_name(module: object) -> str:
-    """Return the name by which other processes import a module, which for a script is not __main__."""
-    if module != "__main__":
-        return str(module)
-    main = sys.modules["__main__"]
-    if (spec := getattr(main, "__spec__", None)) is not None:
-        return str(spec.name)
-    stem, ending = os.path.splitext(os.path.basename(getattr(main, "__file__", None) or ""))
-    return stem if stem.isidentifier() and ending == ".py" else "__main__"
-
-
-def name_of(value: Any) -> str:
+def _name_of(value: Any) -> str:
     """Return `module:name` of a function or class."""
-    name = f"{module_name(getattr(value, '__module__', ''))}:{getattr(value, '__qualname__', '')}"
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
     return name if _NAME.fullmatch(name) else "builtins:object"
 
 
 def _digest(of: Any, parts: Any) -> list[Any]:
-    return ["digest", name_of(of), digest_of(dumps(parts).encode())]
+    return ["digest", _name_of(of), digest_of(dumps(parts).encode())]
 
 
 def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
@@ -302,12 +285,12 @@ def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
         return [kind.__name__, sorted((_plain(each, inside, walk) for each in value), key=dumps)]
     if kind is dict:
         return ["dict", [[_plain(each, inside, walk) for each in pair] for pair in value.items()]]
-    if isinstance(value, enum.Enum) and imported(name_of(kind)) is kind and value.name:
-        return ["enum", name_of(kind), value.name]
+    if isinstance(value, enum.Enum) and imported(_name_of(kind)) is kind and value.name:
+        return ["enum", _name_of(kind), value.name]
     if isinstance(value, type) and value in _OF_PYTHON:
         return ["name", _OF_PYTHON[value]]
-    if hasattr(value, "__qualname__") and imported(name_of(value)) is value:
-        return ["name", name_of(value)]
+    if hasattr(value, "__qualname__") and imported(_name_of(value)) is value:
+        return ["name", _name_of(value)]
     if isinstance(value, types.FunctionType):
         known = walk.functions.get(value) if walk.depth else _functions.get(value)
         if known is not None:
@@ -317,7 +300,7 @@ def _plain(value: Any, inside: tuple[int, ...], walk: _Walk) -> Any:
     parts = [_plain(part, inside, walk) for part in _parts(value)]
     walk.depth -= not is_by_value
     if '["unknown",' in dumps(parts):
-        return ["unknown", name_of(kind)]
+        return ["unknown", _name_of(kind)]
     if not isinstance(value, types.FunctionType):
         return _digest(kind, parts)
     walk.functions[value] = found = _digest(value, parts)
@@ -333,12 +316,8 @@ def _parts(value: Any) -> list[Any]:
         held = value.__closure__ or ()
         cells = [[] if cell == types.CellType() else [cell.cell_contents] for cell in held]
         known, code, kept = value.__globals__, value.__code__, value.__dict__
-        names = globals_of(code)
-        read = (
-            []
-            if is_told(known.get("__name__"))
-            else _read(known, names[0] & known.keys(), names[1])
-        )
+        is_told, names = _is_told(known.get("__name__")), _globals_of(code)
+        read = [] if is_told else _read(known, names[0] & known.keys(), names[1])
         return [code, value.__defaults__, value.__kwdefaults__, kept, read, *cells]
     if isinstance(value, types.CodeType):
         return [getattr(value, name) for name in _OF_CODE]
@@ -353,7 +332,7 @@ def _parts(value: Any) -> list[Any]:
         if all(base.__module__ != "flax.linen.module" for base in kind.__mro__):
             fields |= _attributes(value)  # flax.linen gives each module an id
         return [kind, sorted(fields.items())]
-    match kind.__name__ if is_told(kind.__module__) else f"{kind.__module__}.{kind.__name__}":
+    match kind.__name__ if _is_told(kind.__module__) else f"{kind.__module__}.{kind.__name__}":
         case "PyTreeDef":
             return [value.node_data(), value.children()]
         case "Device":
@@ -374,14 +353,13 @@ def _parts(value: Any) -> list[Any]:
             raise TypeError("an object without a name")
         return [kind, reduced]
     found = [*reduced]
-    if not is_told(kind.__module__):  # a class's own __reduce__ may hide attributes
+    if not _is_told(kind.__module__):  # a class's own __reduce__ may hide attributes
         at = 2 if _reduces(kind) == _reduces(object) else len(found)
         found[at : at + 1] = [_attributes(value)]
     return [list(part) if hasattr(part, "__next__") else part for part in found]
 
 
-def is_told(module: object) -> bool:
-    """Return whether a module is of a package whose objects pickle knows whole."""
+def _is_told(module: object) -> bool:
     return str(module).partition(".")[0] in _TOLD
 
 
@@ -390,22 +368,17 @@ def _read(known: dict[str, Any], names: frozenset[str], attributes: frozenset[st
     found: list[Any] = []
     for name in sorted(names):
         found.append([name, value := known[name]])
-        if isinstance(value, types.ModuleType) and not is_told(value.__name__):
+        if isinstance(value, types.ModuleType) and not _is_told(value.__name__):
             more = attributes - {name}
             found += _read(vars(value), more & vars(value).keys(), more)
     return found
 
 
-@lru_cache(4096)
-def globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+@lru_cache
+def _globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of globals that code and the functions inside of it read, and all its names."""
-    read, extended = set(), 0  # dis.get_instructions takes ten times as long
-    for operation, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        number = extended << 8 | argument
-        extended = number if operation == dis.EXTENDED_ARG else 0
-        if operation in _READS:
-            read.add(code.co_names[number >> _READS[operation]])
-    inner = [globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    read = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
+    inner = [_globals_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     names = frozenset(code.co_names)
     for globals_, more in inner:
         read, names = read | globals_, names | more

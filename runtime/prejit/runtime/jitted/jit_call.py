@@ -14,7 +14,6 @@ from typing import Any, final
 from prejit.runtime.format import constants
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.constants import Constant
-from prejit.runtime.jitted.code_state import code_place, code_state, compared
 from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 Chosen = tuple[int | Sequence[int] | None, str | Sequence[str] | None]
@@ -217,8 +216,7 @@ def function_state(function: Callable[..., Any], bound: Iterable[str]) -> dict[s
         if not defaults:  # of a wrapper, whose signature is that of the function inside
             own = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
             found |= {name: value for name, value in own.items() if value}
-    held = {name: constants.encode(value) for name, value in found.items()}
-    return held | code_state([function, *found.values()])
+    return {name: constants.encode(value) for name, value in found.items()}
 
 
 def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Iterable[str]) -> str:
@@ -227,11 +225,9 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
         return ""
     found = function_state(function, {*bound, *(program.static or ())})
     built = {name: constants.parse(json.loads(text)) for name, text in program.state.items()}
-    for name in compared(built, found):
+    for name in {**built, **found}:
         if name in built and name in found and constants.same(built[name], found[name]):
             continue
-        if module := code_place(name):
-            return f"{program.name}: the code of {module} has changed since the build"
         sides = [constants.shown(side[name]) if name in side else "none" for side in (built, found)]
         unknown = [getattr(side.get(name), "is_unknown", False) for side in (built, found)]
         why = ", which no other process can compare" * any(unknown)

@@ -232,7 +232,7 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
         return
     parts = list(_parts(value))
     if not _is_kind(tree, value):
-        is_another = constants.name_of(type(value)) == tree.type
+        is_another = _name_of(value) == tree.type
         raise _misfit(at, _kind(tree), _ANOTHER if is_another else value)
     if len(parts) != len(tree.children):
         raise _misfit(at, f"{len(tree.children)} parts", f"{len(parts)}")
@@ -263,9 +263,11 @@ def _is_kind(tree: trees.Node, value: Any) -> bool:
             return is_mapping and constants.same(tree.aux, kind_of_dict(value))
         case _:
             # Methods of a local class may close over anything.
-            return constants.name_of(type(value)) == tree.type and constants.imported(
-                tree.type
-            ) is type(value)
+            return _name_of(value) == tree.type and constants.imported(tree.type) is type(value)
+
+
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

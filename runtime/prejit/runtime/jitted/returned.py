@@ -12,7 +12,7 @@ from prejit.runtime.device.jax_arrays import data_shape, is_key, key_name
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.constants import Constant, decode, dumps, imported, name_of, plain
+from prejit.runtime.format.constants import Constant, decode, dumps, imported, plain
 from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.programs.pytree import ORDERED, bare_object
 
@@ -116,7 +116,7 @@ def _constant(constant: Constant, given: Mapping[str, Any]) -> Any:
 def _imported(type_: str) -> Any:
     """Return the class `module:Name` if the application has imported it. This imports nothing."""
     found = imported(type_)
-    if not isinstance(found, type) or name_of(found) != type_:
+    if not isinstance(found, type) or f"{found.__module__}:{found.__qualname__}" != type_:
         raise _UnknownError
     return found
 

@@ -28,7 +28,6 @@ from prejit.runtime.format.constants import (
     EncodedConstant,
     decode,
     encode,
-    name_of,
     of_argument,
     same,
 )
@@ -253,7 +252,7 @@ def _tree(value: Any, what: str, shapes: Iterator[Any], noted: _Noted) -> trees.
     if kind in (list, tuple):
         sequence: trees.Kind = "list" if kind is list else "tuple"
         return trees.Node(sequence, tuple(range(len(children))), children)
-    name = name_of(kind)
+    name = f"{kind.__module__}:{kind.__qualname__}"
     if isinstance(value, tuple) and hasattr(value, "_fields") and auxiliary(value) is None:
         return trees.Node("namedtuple", tuple(value._fields), children, name)
     if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
