@@ -145,7 +145,7 @@ def test_without_a_trace_a_recording_names_their_lines_and_what_to_do(here, prej
 
 
 def test_the_check_of_a_library_is_named_with_the_call_that_led_to_it(here, prejit):
-    """Those of equinox, which diffrax, lineax and optimistix use, too, are callbacks."""
+    """The checks of equinox are callbacks. diffrax, lineax and optimistix use them."""
     (here / "fit.py").write_text(
         "import equinox as eqx, jax, jax.numpy as jnp\n"
         "def checked(x):\n"

@@ -10,6 +10,7 @@ from prejit.compiler.recording.hook.jax_lowerings import hook_callbacks
 from prejit.runtime.recorded.hook import jax_calls
 
 _OURS = os.path.dirname(__file__), os.path.dirname(jax_calls.__file__)
+_UNKNOWN = "a line not known"
 _MOST = 3
 """Maximum number of lines in a reason."""
 _EQUINOX = os.path.join("equinox", "_errors.py")
@@ -42,9 +43,6 @@ class CallbackLines:
             f"it calls Python at {', '.join(lines[:_MOST])}{more}, so it is traced, though not compiled: "
             + advice
         )
-
-
-_UNKNOWN = "a line not known"
 
 
 def _line(frames: list[tuple[str, int]]) -> str:

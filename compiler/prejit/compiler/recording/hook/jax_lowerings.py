@@ -16,7 +16,7 @@ from typing import Any
 from prejit.runtime.recorded.hook.jax_texts import devices_text
 
 ENDING = ".lowered"
-"""What a file has behind the key of its program."""
+"""The ending of such a file, whose name begins with the key that jax computed for the program."""
 
 
 def keep_programs(directory: str) -> None:
