@@ -148,6 +148,8 @@ class LoweredProgram:
         settings: jax's settings that the trace depended on, where they were not jax's defaults; None: it was
             not traced here.
         state: the state of a function of the user, as `bundle_schema.ProgramEntry` has it.
+        search_path: portable paths of the directories before and behind `sys.path` in which its modules were
+            found; None: it is no function that `jit` takes.
         narrowed: the arguments that jax takes for narrower ones than the manifest gives, in words.
         trials: lowers the function at other sizes; empty: it has none, or they are not to be compared.
     """
@@ -167,6 +169,7 @@ class LoweredProgram:
     traced: ClosedJaxpr | None = None
     settings: dict[str, str] | None = None
     state: dict[str, str] | None = None
+    search_path: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     narrowed: tuple[str, ...] = ()
     trials: Callable[[], tuple[SizedTrial, ...]] = tuple
 

@@ -100,6 +100,8 @@ class Lowered:
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
         symbolic: the zstd frame of a user's function for any size of some variables; None: there is none.
         settings, state: as `bundle_schema.ProgramEntry` has them.
+        search_path: portable paths of the directories before and behind `sys.path` in which a function's
+            modules were found; None: `jit` does not take it.
         trials: the user's function at sizes for which the program is compared with it.
     """
 
@@ -120,6 +122,7 @@ class Lowered:
     symbolic: Segment | None = None
     settings: dict[str, str] | None = None
     state: dict[str, str] | None = None
+    search_path: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     trials: tuple[StoredTrial, ...] = ()
 
     @property

@@ -316,8 +316,9 @@ def _parts(value: Any) -> list[Any]:
         held = value.__closure__ or ()
         cells = [[] if cell == types.CellType() else [cell.cell_contents] for cell in held]
         known, code, kept = value.__globals__, value.__code__, value.__dict__
-        is_told, names = _is_told(known.get("__name__")), _globals_of(code)
-        read = [] if is_told else _read(known, names[0] & known.keys(), names[1])
+        names, attributes = _globals_of(code)
+        is_read = not is_told(known.get("__name__"))
+        read = _read(known, names & known.keys(), attributes) if is_read else []
         return [code, value.__defaults__, value.__kwdefaults__, kept, read, *cells]
     if isinstance(value, types.CodeType):
         return [getattr(value, name) for name in _OF_CODE]
@@ -332,7 +333,7 @@ def _parts(value: Any) -> list[Any]:
         if all(base.__module__ != "flax.linen.module" for base in kind.__mro__):
             fields |= _attributes(value)  # flax.linen gives each module an id
         return [kind, sorted(fields.items())]
-    match kind.__name__ if _is_told(kind.__module__) else f"{kind.__module__}.{kind.__name__}":
+    match kind.__name__ if is_told(kind.__module__) else f"{kind.__module__}.{kind.__name__}":
         case "PyTreeDef":
             return [value.node_data(), value.children()]
         case "Device":
@@ -353,13 +354,14 @@ def _parts(value: Any) -> list[Any]:
             raise TypeError("an object without a name")
         return [kind, reduced]
     found = [*reduced]
-    if not _is_told(kind.__module__):  # a class's own __reduce__ may hide attributes
+    if not is_told(kind.__module__):  # a class's own __reduce__ may hide attributes
         at = 2 if _reduces(kind) == _reduces(object) else len(found)
         found[at : at + 1] = [_attributes(value)]
     return [list(part) if hasattr(part, "__next__") else part for part in found]
 
 
-def _is_told(module: object) -> bool:
+def is_told(module: object) -> bool:
+    """Return whether a module is Python's or jax's: its functions read no variables that count."""
     return str(module).partition(".")[0] in _TOLD
 
 
@@ -368,7 +370,7 @@ def _read(known: dict[str, Any], names: frozenset[str], attributes: frozenset[st
     found: list[Any] = []
     for name in sorted(names):
         found.append([name, value := known[name]])
-        if isinstance(value, types.ModuleType) and not _is_told(value.__name__):
+        if isinstance(value, types.ModuleType) and not is_told(value.__name__):
             more = attributes - {name}
             found += _read(vars(value), more & vars(value).keys(), more)
     return found
@@ -383,6 +385,11 @@ def _globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     for globals_, more in inner:
         read, names = read | globals_, names | more
     return frozenset(read), names
+
+
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """Return all names of globals and attributes in code and in the functions inside of it."""
+    return _globals_of(code)[1]
 
 
 def _is_by_fields(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, final
 from prejit.runtime.format import constants
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.constants import Constant
+from prejit.runtime.jitted import function_sources
 from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 Chosen = tuple[int | Sequence[int] | None, str | Sequence[str] | None]
@@ -213,6 +214,7 @@ def function_state(function: Callable[..., Any], bound: Iterable[str]) -> dict[s
     else:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         found |= {f"closure {n}": c.cell_contents for n, c in cells if c != types.CellType()}
+        found |= function_sources.own_source(function)
         if not defaults:  # of a wrapper, whose signature is that of the function inside
             own = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
             found |= {name: value for name, value in own.items() if value}
@@ -225,10 +227,13 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
         return ""
     found = function_state(function, {*bound, *(program.static or ())})
     built = {name: constants.parse(json.loads(text)) for name, text in program.state.items()}
+    found |= function_sources.sources(built)
     for name in {**built, **found}:
         if name in built and name in found and constants.same(built[name], found[name]):
             continue
         sides = [constants.shown(side[name]) if name in side else "none" for side in (built, found)]
+        if name.startswith(function_sources.MODULE):
+            sides = ["the source of the build", "another" if name in found else "none"]
         unknown = [getattr(side.get(name), "is_unknown", False) for side in (built, found)]
         why = ", which no other process can compare" * any(unknown)
         return f"{program.name}: {name}: expected {sides[0]}, found {sides[1]}{why}"

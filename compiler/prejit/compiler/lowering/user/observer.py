@@ -293,7 +293,7 @@ def canonical(distribution: str) -> str:
 
 
 @cache
-def _owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
+def owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
     """Return the distributions that provide each package on `sys.path`."""
     del path
     return metadata.packages_distributions()
@@ -301,7 +301,7 @@ def _owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
 
 def _distributions(packages: Iterable[str]) -> set[str]:
     """Return the distributions that provide packages, and those that these require."""
-    owners = _owners_of_packages(tuple(sys.path)) if packages else {}
+    owners = owners_of_packages(tuple(sys.path)) if packages else {}
     left = [each for package in packages for each in owners.get(package, ())]
     found = set[str]()
     while left:

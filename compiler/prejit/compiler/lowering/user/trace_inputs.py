@@ -223,27 +223,26 @@ class Present:
                 return code_digest(name)
 
     def _module(self, name: str) -> str:
-        spec = self._spec(name)
+        spec = self.spec(name)
         if spec is None:
             return ABSENT
         if spec.origin is None:
             return _NAMESPACE
         if not spec.has_location or is_installed(os.path.abspath(spec.origin)):
             return INSTALLED
-        read: Any = getattr(spec.loader, "get_data", None)
         try:
-            content = Path(spec.origin).read_bytes() if read is None else read(spec.origin)
+            content = read_source(spec)
         except OSError:
             return ABSENT
         return module_digest(content, is_package=spec.submodule_search_locations is not None)
 
-    def _spec(self, name: str) -> ModuleSpec | None:
+    def spec(self, name: str) -> ModuleSpec | None:
         """Return where Python would find a module. Nothing is imported, not even its package."""
         if name not in self._specs:
             package = name.rpartition(".")[0]
             places: Sequence[str] | None = self._path
             if package:
-                parent = self._spec(package)
+                parent = self.spec(package)
                 places = None if parent is None else parent.submodule_search_locations
             self._specs[name] = None if places is None else _find(name, places, top=not package)
         return self._specs[name]
@@ -278,6 +277,12 @@ def _find_in(name: str, places: Sequence[str]) -> ModuleSpec | None:
     namespace = ModuleSpec(name, None, is_package=True)
     namespace.submodule_search_locations = portions
     return namespace
+
+
+def read_source(spec: ModuleSpec) -> bytes:
+    """Return the source of a module that has a location. It raises OSError where the file is gone."""
+    read: Any = getattr(spec.loader, "get_data", None)
+    return Path(str(spec.origin)).read_bytes() if read is None else bytes(read(spec.origin))
 
 
 def module_digest(content: bytes, *, is_package: bool) -> str:

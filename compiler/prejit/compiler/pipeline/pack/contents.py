@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.lowering.user.source_modules import modules_of, sources_of
+from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.image_processing import MATCHING
 from prejit.compiler.native.products import Product
@@ -94,7 +98,10 @@ def pack_targets(
         own += map(bundle_files.library_layer, _libraries(plan, target))
         layers_of_target = (*own, *shared)
         programs = tuple(
-            _program(each, segments, portables, costs.get((each.spec.name, target.tools.name)))
+            _with_sources(
+                _program(each, segments, portables, costs.get((each.spec.name, target.tools.name))),
+                sources(each),
+            )
             for each in target.executables
         )
         config = _config(plan, target, programs, products, accuracy)
@@ -102,6 +109,22 @@ def pack_targets(
         return PackedTarget(replace(config, chunks=chunks), layers_of_target)
 
     shared = (*layers, portable)
+    present = cache(partial(Present, plan.manifest.directory))
+    found = cache(lambda path, modules: sources_of(modules, present(*path)))
+
+    def sources(program: Submitted) -> Mapping[str, str]:
+        spec, lowered = program.spec, program.lowered
+        if lowered.search_path is None:
+            return {}
+        static = spec.static.values()
+        texts = [constants.dumps(constants.plain(constants.encode(each))) for each in static]
+        texts += [
+            *(lowered.state or {}).values(),
+            str(lowered.arguments_tree),
+            str(lowered.results_tree),
+        ]
+        return found(lowered.search_path, modules_of(plan.manifest.section(spec.section).fn, texts))
+
     return tuple(map(packed, targets))
 
 
@@ -154,6 +177,15 @@ def _program(
         settings=lowered.settings,
         state=lowered.state,
     )
+
+
+def _with_sources(entry: ProgramEntry, sources: Mapping[str, str]) -> ProgramEntry:
+    """Return a program whose state tells what its function's code comes from.
+
+    That is what this build finds, whichever one traced the function: a source may differ in a comment.
+    """
+    texts = {at: json.dumps(text) for at, text in sources.items()}
+    return replace(entry, state={**(entry.state or {}), **texts} or None)
 
 
 def _config(

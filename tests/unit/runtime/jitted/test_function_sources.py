@@ -1,0 +1,108 @@
+"""What a function's code comes from, as it is now."""
+
+import sys
+import types
+
+import pytest
+
+from prejit.runtime.jitted import function_sources
+from prejit.runtime.jitted.jit_call import function_state
+
+CELLS = """
+from functools import wraps
+
+RATE = 0.5
+unread = 1
+
+def logged(function):
+    @wraps(function)
+    def call(x):
+        return function(x) + 1
+    return call
+
+class Layer:
+    bias = 1.0
+
+    def __call__(self, x):
+        return x + self.bias
+
+    @property
+    def twice(self):
+        return 2
+
+    @staticmethod
+    def half(x):
+        return x / 2
+
+layer = Layer()
+
+@logged
+def helper(x):
+    return layer(x) * Layer().twice * Layer.half(3)
+
+def step(x, by=3):
+    return [helper(each) * RATE for each in (x, by)]
+"""
+EDITS = {
+    "RATE = 0.5": "RATE = 0.6",
+    "function(x) + 1": "function(x) + 2",
+    "x + self.bias": "x - self.bias",
+    "return 2": "return 3",
+    "x / 2": "x / 3",
+    "* Layer().twice": "",
+    "by=3": "by=4",
+    "(x, by)": "(by, x)",
+}
+
+
+def state(source, **more):
+    variables = {"__name__": "cells", **more}
+    exec(source, variables)
+    return function_state(variables["step"], ())
+
+
+@pytest.mark.parametrize("edited", EDITS)
+def test_a_function_without_a_file_is_compared_by_its_code(edited):
+    assert CELLS.count(edited) == 1
+    assert state(CELLS.replace(edited, EDITS[edited])) != state(CELLS)
+
+
+def test_what_changes_nothing_is_equal():
+    assert state(f"# a comment\n{CELLS}".replace("unread = 1", "unread = 2")) == state(CELLS)
+    assert state(CELLS, __file__="cells.py") == {"default by": 3}  # its file is compared
+
+
+def test_modules_and_packages_that_are_not_there_are_left_out():
+    places = ("module no_such", "module sys", "package no-such", "package pytest", "self")
+    assert function_sources.sources(places) == {"package pytest": pytest.__version__}
+
+
+def test_a_module_that_is_not_imported_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "not_imported_yet.py"
+    found = []
+    for text in ("1", "2", "1"):
+        path.write_text(text)
+        found.append(function_sources.sources(["module not_imported_yet"]))
+    assert found[0] == found[2] != found[1]
+    assert "not_imported_yet" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("attributes", "name"),
+    [
+        ({"__spec__": None, "__file__": "/srv/app/train.py"}, "train"),
+        (
+            {"__spec__": types.SimpleNamespace(name="app.train"), "__file__": "train.py"},
+            "app.train",
+        ),
+        ({"__spec__": types.SimpleNamespace(name="app.__main__")}, "app"),
+        ({"__spec__": None}, "__main__"),
+    ],
+)
+def test_a_script_has_the_name_of_its_file(monkeypatch, attributes, name):
+    script = types.ModuleType("__main__")
+    vars(script).update(attributes)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert function_sources.module_name("__main__") == name
+    assert function_sources.module_name("app.layers") == "app.layers"
