@@ -17,7 +17,7 @@ These do not, and a new dtype needs a change in each:
     native/kernels/simd.h, pairs.h      `load`, `load_pairs`: elements to float32, and to bfloat16
     models/quantizing.py, own_decoder_narrowing.py  `_rounded`, `_fits`: an integer or else bfloat16
     pipeline/measure/golden_answers.py  `NARROW`, if no prefix in it fits the name
-    runtime/format/safetensors_dtypes.py  its name in the weights layer, if it is not there; as a reader of
+    runtime/format/checks/layers.py  its name in the weights layer, if it is not there; as a reader of
                                         today does not know it, this is a new version of the format
     docs/bundle-format.md               the dtypes that a matrix may have
 

@@ -57,27 +57,6 @@ def bytes_by_decoder(tokenizer: _Tokenizer) -> Callable[[str], bytes]:
     raise _refusal(decoder)
 
 
-def token_table(tokenizer: _Tokenizer, vocab_size: int) -> list[bytes | None]:
-    """Return the bytes that each token adds to a text, in the order of token ids.
-
-    Args:
-        tokenizer: the `library` of a `Tokenizer`.
-        vocab_size: how many; the model may have more logits than the tokenizer has tokens, or fewer.
-
-    Returns:
-        None for special tokens, which add no text, and for ids that are no token.
-
-    Raises:
-        UsageError: as `bytes_by_decoder`.
-    """
-    bytes_of, added = bytes_by_decoder(tokenizer), tokenizer.get_added_tokens_decoder()
-    table: list[bytes | None] = [None] * vocab_size
-    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id < vocab_size and not (token_id in added and added[token_id].special):
-            table[token_id] = bytes_of(token)
-    return table
-
-
 def _sequence(parts: list[Any]) -> Callable[[str], bytes]:
     """Return the function for a decoder that is a list of others, such as that of Llama 2."""
     replaced: list[tuple[str, str]] = []

@@ -7,8 +7,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from tokenizers import Tokenizer
+
 from prejit.runtime.base.threads_and_forks import once
-from prejit.runtime.text.vocabulary import token_table
+from prejit.runtime.text.vocabulary import bytes_by_decoder
 from prejit.server.grammar.grammar_compiling import CompiledGrammar, compiled, tokenizer_of
 from prejit.server.grammar.grammar_sources import (
     GrammarSource,
@@ -211,3 +213,24 @@ class Grammars:
     def _table(self) -> list[bytes | None]:
         """Return the bytes of each token: half a second for 128,000."""
         return token_table(self._vocabulary.library, self._decoder.vocab_size)
+
+
+def token_table(tokenizer: Tokenizer, vocab_size: int) -> list[bytes | None]:
+    """Return the bytes that each token adds to a text, in the order of token ids.
+
+    Args:
+        tokenizer: the `library` of a `Tokenizer`.
+        vocab_size: how many; the model may have more logits than the tokenizer has tokens, or fewer.
+
+    Returns:
+        None for special tokens, which add no text, and for ids that are no token.
+
+    Raises:
+        UsageError: as `bytes_by_decoder`.
+    """
+    bytes_of, added = bytes_by_decoder(tokenizer), tokenizer.get_added_tokens_decoder()
+    table: list[bytes | None] = [None] * vocab_size
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token_id < vocab_size and not (token_id in added and added[token_id].special):
+            table[token_id] = bytes_of(token)
+    return table

@@ -8,7 +8,7 @@ from typing import Any
 
 from prejit.runtime.base.wording import shortened, table
 from prejit.runtime.errors import printable
-from prejit.runtime.format.release_limits import described_limits
+from prejit.server.releases.gate_limits import described_limits
 from prejit.server.releases.gate_run import GateVerdict
 
 _HEAD = ("check", "verdict", "old", "new", "why")

@@ -16,12 +16,13 @@ from prejit.runtime.format.bundle_schema import Config, ImageManifest, ProgramEn
 from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, GENERATION_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_contents
-from prejit.runtime.format.release_limits import ReleaseLimits, limits_of, stricter
+from prejit.runtime.format.release_limits import ReleaseLimits
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.machine.fleet_machines import Machine
 from prejit.runtime.ship.reference import is_reference, parse_reference
+from prejit.server.releases.gate_limits import limits_of, stricter
 
 Outcome = Literal["passed", "failed", "noted"]
 

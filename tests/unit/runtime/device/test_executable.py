@@ -18,8 +18,8 @@ from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.errors import BuildError, ExecutableError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.checks.layers import SAFETENSORS_DTYPES
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
-from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 from prejit.runtime.machine.fingerprint import PLATFORMS, Fingerprint
 
 DTYPES = sorted({numpy for numpy, _ in SAFETENSORS_DTYPES.values()})

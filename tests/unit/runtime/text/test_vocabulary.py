@@ -9,7 +9,8 @@ from tokenizers import Tokenizer as Library
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.text.tokenizer import Tokenizer
-from prejit.runtime.text.vocabulary import TokenBytes, token_table
+from prejit.runtime.text.vocabulary import TokenBytes
+from prejit.server.grammar.grammars import token_table
 
 ANCHOR = "x"
 LLAMA_2 = [

@@ -8,7 +8,7 @@ import pytest
 from tests.threads import in_threads
 
 from prejit.runtime.errors import UsageError
-from prejit.runtime.text.vocabulary import token_table
+from prejit.server.grammar.grammars import token_table
 
 
 def product(*parts):

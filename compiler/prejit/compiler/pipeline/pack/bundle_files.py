@@ -20,6 +20,7 @@ from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifes
 from prejit.runtime.format.checks.call_programs import check_programs
 from prejit.runtime.format.checks.layers import (
     GAP_PREFIX,
+    SAFETENSORS_DTYPES,
     WEIGHTS_ALIGNMENT_BYTES,
     check_weights,
 )
@@ -49,7 +50,6 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.release_limits import ReleaseLimits, limits_annotation
-from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     from prejit.compiler.native.kernel_library import KernelLibrary

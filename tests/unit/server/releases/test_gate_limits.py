@@ -12,12 +12,10 @@ from prejit.runtime.format.release_limits import (
     DEFAULT_SHARES,
     SLO,
     ReleaseLimits,
-    described_limits,
     fraction_of,
     limits_annotation,
-    limits_of,
-    stricter,
 )
+from prejit.server.releases.gate_limits import described_limits, limits_of, stricter
 
 NAMES = [each.name for each in fields(ReleaseLimits)]
 

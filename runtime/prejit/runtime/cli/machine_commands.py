@@ -1,4 +1,4 @@
-"""`prejit tune`: record what XLA measures on this machine's GPU."""
+"""`prejit fingerprint` and `tune`: what this machine is, and what XLA measures on its GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from pathlib import Path
 
 import click
 
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.cli.command_options import LOCAL_BUNDLE, TRUST, VERBOSE, output
 from prejit.runtime.cli.output import print_text
-from prejit.runtime.device import tuning
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+
+@click.command(epilog="Examples:\n\n\b\n  prejit fingerprint > web-3.json")
+def fingerprint() -> int:
+    """Print the fingerprint of this machine as JSON."""
+    print(to_json(Fingerprint.current()).decode())
+    return 0
 
 
 @click.command(epilog="Examples:\n\n\b\n  prejit tune artifacts/demo -o h200.json")
@@ -19,6 +27,8 @@ from prejit.runtime.device import tuning
 @output("FILE", "File to write; name it as `tuning` of a [[target]].", required=True)
 def tune(path: str, output: str) -> int:
     """Compile a bundle on this machine's GPU and record what XLA measures, for builds elsewhere."""
+    from prejit.runtime.device import tuning
+
     measured = tuning.tune(path, lambda line: print_text(line, file=sys.stderr))
     tuning.write(measured, Path(output))
     print_text(
