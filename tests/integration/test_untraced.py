@@ -20,6 +20,7 @@ SCALE = 2.0
 OFFSET = float(open("offset.txt").read())
 PARTS = len(os.listdir("parts"))
 MODE = os.environ.get("MODE", "sum")
+SHELL = [os.environ.get(name) for name in ("_", "OLDPWD", "SHLVL")]
 with tempfile.TemporaryDirectory() as made:  # another name in each process
     os.close(os.open(made, os.O_RDONLY))
 
@@ -113,7 +114,7 @@ def bundle(here, prejit_at):
 
 def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit_at):
     """jax reports no trace, no lowering and no compile; the results are those of jax."""
-    done, report = report_of(prejit_at, here, bundle)
+    done, report = report_of(prejit_at, here, bundle, SHLVL="9", OLDPWD="/", _="/bin/other")
     expected = plain(here)
     assert done.stdout == expected.stdout
     assert (int(done.stderr), report["hits"], report["missed"], report["traced"]) == (0, 0, 0, {})

@@ -16,6 +16,8 @@ _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
 _IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
 """The code that lists the directories of modules and of installed packages. What it imports is compared."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_OF_SHELL = {"_", "OLDPWD", "SHLVL"}
+"""Environment variables by which a shell says where it started a process: code that reads all reads them."""
 
 
 class ProcessWatch:
@@ -49,7 +51,8 @@ class ProcessWatch:
         self._variable = lambda name: read(os.environ, name) if name in {*os.environ} else None
 
         def getitem(variables: Any, name: str) -> str:
-            self._add("variables", name)
+            if name not in _OF_SHELL:
+                self._add("variables", name)
             found: str = read(variables, name)
             return found
 
