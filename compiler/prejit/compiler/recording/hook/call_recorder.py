@@ -37,6 +37,8 @@ class _Begun:
         reason: why it cannot be kept, as far as the call itself tells.
         given: what `given_values` returned.
         effects: watches what its trace changes; None: jax is not tracing it.
+        key: the key of its program in jax's cache, if other calls followed the compile: jax splits arguments
+            over devices by programs of its own.
     """
 
     call: JaxCall
@@ -44,6 +46,7 @@ class _Begun:
     reason: str | None
     given: list[Any]
     effects: TraceEffects | None
+    key: str | None = None
 
 
 class CallRecorder:
@@ -94,7 +97,10 @@ class CallRecorder:
             reason = "jax looks for NaNs or infinities"
         self._count += 1
         self._write(self._inputs())
-        self._key_of()  # forget the one before
+        before = self._key_of()
+        if begun:
+            outer = next(reversed(begun.values()))
+            outer.key = before or outer.key
         effects = None
         if not isinstance(call.function, TracedPart):
             effects, self._watch.effects = TraceEffects(call.function), []
@@ -121,7 +127,7 @@ class CallRecorder:
         # A jaxpr that calls Python has no signature. No run looks for this one: it is for the report.
         parts = begun.parts or dict.fromkeys(PARTS, str(callbacks))
         executable = getattr(compiled.executable, "xla_executable", None)
-        key = self._key_of()
+        key = self._key_of() or begun.key
         if key is not None:
             self._keys[id(executable)] = executable, key
         key = self._keys.get(id(executable), (None, None))[1]
