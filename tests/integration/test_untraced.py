@@ -11,6 +11,7 @@ from tests.processes import ran
 MODEL = """
 import enum, functools, os, tempfile
 from dataclasses import dataclass
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp
 from jax import monitoring
 
@@ -46,6 +47,7 @@ PROGRAM = """
 import sys
 import jax, jax.numpy as jnp
 import model
+AUTO = jax.sharding.AxisType.Auto
 if __name__ == "__main__":
     x = jnp.full(int(sys.argv[1]), 3.0)
     state = model.State(jnp.ones(2), jnp.int32(0))
@@ -56,6 +58,8 @@ if __name__ == "__main__":
     with jax.default_prng_impl("rbg"):
         print(jax.jit(lambda x: x + jax.random.key_data(jax.random.key(1))[2])(1).item())
     pulled = jax.vmap(jax.grad(lambda x: (jax.nn.relu(model.pair(x, key=jax.random.key(2))[0][0]) * x)))(x)
+    halves = jax.NamedSharding(jax.make_mesh((2,), ("x",), (AUTO,)), jax.P("x"))
+    print(jax.jit(lambda x: x * 5, in_shardings=halves)(jnp.ones(6) * 7))  # jax splits it by other programs
     print(pulled, float(results["loss"]), state, results["nothing"], y[0].item(), z.weak_type, numbers, twice)
     print(len(jax.events_seen), file=sys.stderr)
 """
