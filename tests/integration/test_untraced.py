@@ -47,7 +47,6 @@ PROGRAM = """
 import sys
 import jax, jax.numpy as jnp
 import model
-AUTO = jax.sharding.AxisType.Auto
 if __name__ == "__main__":
     x = jnp.full(int(sys.argv[1]), 3.0)
     state = model.State(jnp.ones(2), jnp.int32(0))
@@ -58,8 +57,10 @@ if __name__ == "__main__":
     with jax.default_prng_impl("rbg"):
         print(jax.jit(lambda x: x + jax.random.key_data(jax.random.key(1))[2])(1).item())
     pulled = jax.vmap(jax.grad(lambda x: (jax.nn.relu(model.pair(x, key=jax.random.key(2))[0][0]) * x)))(x)
-    halves = jax.NamedSharding(jax.make_mesh((2,), ("x",), (AUTO,)), jax.P("x"))
-    print(jax.jit(lambda x: x * 5, in_shardings=halves)(jnp.ones(6) * 7))  # jax splits it by other programs
+    for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
+        halves = jax.NamedSharding(jax.make_mesh((2,), ("x",), (kind,)), jax.P("x"))
+        split = jax.jit(lambda x: x * 5, in_shardings=halves)(jnp.ones(6) * 7)  # split by other programs
+        print(split, jax.typeof(split), jax.jit(lambda x: x + 1)(split).sharding)
     print(pulled, float(results["loss"]), state, results["nothing"], y[0].item(), z.weak_type, numbers, twice)
     print(len(jax.events_seen), file=sys.stderr)
 """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prejit.runtime.recorded.hook.jax_calls import Json, aval_of
-from prejit.runtime.recorded.hook.kept_shardings import NotKeptError, sharding_json
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError, entries_of, sharding_json
 
 
 def executable_json(executable: Any) -> Json:
@@ -54,7 +54,7 @@ def _aval_json(aval: Any) -> Json:
     if type(aval) is not jax.core.ShapedArray:
         raise NotKeptError(f"it takes or returns a {type(aval).__name__}")
     mesh = aval.sharding.mesh
-    on_mesh = [] if mesh.empty else [_abstract_mesh_json(mesh)]
+    on_mesh = [] if mesh.empty else [[*_abstract_mesh_json(mesh), entries_of(aval.sharding.spec)]]
     implementation = getattr(aval.dtype, "_impl", None)
     if implementation is not None:
         described = [implementation.name, list(aval.shape), "key", *on_mesh]

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from typing import Any
 
 ENVIRONMENT = "PREJIT_HOOK"
 """The environment variable with the orders for the hook, as JSON: the fields of `watch.Orders`."""
 
 
-def start() -> None:
-    """Watch jax in this process, as the environment orders; nothing where it orders nothing."""
+def start(load: Callable[[str, str], Any]) -> None:
+    """Watch jax in this process, as the environment orders; `load` as `watch.Load`."""
     from prejit.runtime.recorded.hook.watch import Orders, install
 
     orders = os.environ.get(ENVIRONMENT)
     if orders:
-        install(Orders(**json.loads(orders)))
+        install(Orders(**json.loads(orders)), load)

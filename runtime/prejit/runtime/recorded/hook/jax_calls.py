@@ -18,6 +18,7 @@ from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, PART_FRAME, devic
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text, value_text
 from prejit.runtime.recorded.hook.kept_shardings import (
     NotKeptError,
+    axes_of,
     axis_types,
     sharding_json,
     sharding_of,
@@ -327,15 +328,15 @@ def aval_of(described: Json) -> Any:
     name, shape, kind, *on_mesh = described
     dtype = prng.KeyTy(prng.prngs[name]) if kind == "key" else jnp.dtype(name)
     sharding = None
-    if on_mesh:  # whose axes split nothing that the type says
-        ((names, sizes, types, device),) = on_mesh
+    if on_mesh:
+        ((names, sizes, types, device, entries),) = on_mesh
         mesh = AbstractMesh(
             tuple(sizes),
             tuple(names),
             axis_types=axis_types(types),
             abstract_device=device and AbstractDevice(*device),
         )
-        sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
+        sharding = NamedSharding(mesh, PartitionSpec(*map(axes_of, entries)))
     return core.ShapedArray(tuple(shape), dtype, weak_type=kind == "weak", sharding=sharding)
 
 

@@ -25,25 +25,22 @@ def sharding_json(sharding: Any) -> Json:
         return ["device", device.id, sharding.memory_kind]
     if type(sharding) is NamedSharding and type(sharding.mesh) is Mesh:
         mesh, spec = sharding.mesh, sharding.spec
-        entries = [list(each) if isinstance(each, tuple) else each for each in spec]
+        entries = entries_of(spec)
         plain = all(each is None or isinstance(each, (str, list)) for each in entries)
-        if plain and PartitionSpec(*map(_axes, entries)) == spec:
+        if plain and PartitionSpec(*map(axes_of, entries)) == spec:
             ids = [device.id for device in mesh.devices.flat]
             types = [str(each) for each in mesh.axis_types]
-            names = list(mesh.axis_names)
-            return [
-                "mesh",
-                names,
-                list(mesh.devices.shape),
-                ids,
-                types,
-                entries,
-                sharding.memory_kind,
-            ]
+            shape = list(mesh.devices.shape)
+            return ["mesh", [*mesh.axis_names], shape, ids, types, entries, sharding.memory_kind]
     if type(sharding).__name__ == "GSPMDSharding" and sharding.is_fully_replicated:
         devices = [device.id for device in sharding._device_assignment]
         return ["everywhere", devices, sharding.memory_kind]
     raise NotKeptError(f"an array of it has the sharding {sharding}")
+
+
+def entries_of(spec: Any) -> list[Any]:
+    """Return a PartitionSpec as JSON; the mesh's axes that split one axis of an array are a list."""
+    return [list(each) if isinstance(each, tuple) else each for each in spec]
 
 
 def sharding_of(described: Json, devices: dict[int, Any]) -> Any:
@@ -56,10 +53,11 @@ def sharding_of(described: Json, devices: dict[int, Any]) -> Any:
     _, names, shape, ids, types, entries, memory = described
     grid = np.array([devices[id_] for id_ in ids], dtype=object).reshape(shape)
     mesh = Mesh(grid, tuple(names), axis_types=axis_types(types))
-    return NamedSharding(mesh, PartitionSpec(*map(_axes, entries)), memory_kind=memory)
+    return NamedSharding(mesh, PartitionSpec(*map(axes_of, entries)), memory_kind=memory)
 
 
-def _axes(entry: Any) -> Any:
+def axes_of(entry: Any) -> Any:
+    """Return what splits one axis of an array: None, a name or a tuple of names."""
     return tuple(entry) if isinstance(entry, list) else entry
 
 

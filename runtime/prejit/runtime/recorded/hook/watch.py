@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +77,16 @@ class Orders:
     checked: float = 0.0
 
 
-def install(orders: Orders) -> None:
+Load = Callable[[str, str], Any]
+"""Returns a module that this process may not find by its name, of its name and file."""
+
+
+def install(orders: Orders, load: Load) -> None:
     """Register listeners with jax, and with its loggers where lines are wanted."""
     import jax
     from jax import monitoring
 
-    watch = _Watch(orders)
+    watch = _Watch(orders, load)
     monitoring.register_scalar_listener(watch.begin)
     if jax.__version_info__ < (0, 11):
         from prejit.runtime.recorded.hook.jax_calls import keep_callbacks
@@ -142,25 +145,14 @@ class _Reader(logging.Filter):
         return record.levelno >= (self._own_level or self._parent.getEffectiveLevel())
 
 
-def _loaded(name: str, file: str) -> Any:
-    """Return a module or a package that this process may not find by its name."""
-    packages = [os.path.dirname(file)] if file.endswith("__init__.py") else None
-    spec = spec_from_file_location(name, file, submodule_search_locations=packages)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class _Watch:
     """Collects what jax reports of one program after the other, for each thread apart."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: Orders, load: Load) -> None:
         self._orders = orders
         self._recorder: Any = None
         if orders.recorder is not None:
-            self._recorder = _loaded("prejit.compiler.recording.hook", orders.recorder)
+            self._recorder = load("prejit.compiler.recording.hook", orders.recorder)
         self._clock = StartClock()
         self._kept: KeptCalls | None = None
         self._thread = threading.local()

@@ -58,7 +58,7 @@ def _start_after(loader: "Any") -> None:
 
 
 def _start() -> None:
-    _load(_HOOK_NAME, _HOOK).start()
+    _load(_HOOK_NAME, _HOOK).start(_load)
 
 
 def _load(name: str, file: str) -> "Any":
