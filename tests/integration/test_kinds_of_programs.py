@@ -26,6 +26,7 @@ from flax.training.train_state import TrainState
 
 from prejit.compiler import Program, build, program
 from prejit.runtime import UsageError, jit, load
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning, ManifestError, RejectError
 from prejit.runtime.format.checks.call_programs import check_static
@@ -439,9 +440,10 @@ def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_c
     bundle = load(build(manifest, tmp_path, cache=build_cache, quiet=True).path)
     again = build(manifest, tmp_path / "again", cache=build_cache, quiet=True)  # of a stored trace
     assert again.digest == bundle.digest
+    source = {"module held": json.dumps(digest_of(HELD.encode()))}
     assert [each.state for each in bundle.config.programs] == [
-        {"closure rate": '["float","0x1.0000000000000p-1"]'},
-        {"default k": '["float","0x1.0000000000000p+1"]'},
+        {"closure rate": '["float","0x1.0000000000000p-1"]', **source},
+        {"default k": '["float","0x1.0000000000000p+1"]', **source},
     ]
     monkeypatch.syspath_prepend(tmp_path)
     held = importlib.import_module("held")
