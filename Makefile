@@ -33,6 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= logical
 # A campaign runs for longer than a test may. Its own time limit is in its module.
 CAMPAIGN := -o faulthandler_timeout=0
+hostile damage chaos broken-transfers soak swaps load-check releases drills hostile-clients differential: export PREJIT_TEST_ALL := 1
 AT_ONCE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 # What the oldest interpreter runs.
@@ -143,7 +144,7 @@ test-platforms: $(READY) ## Ray Serve, Triton, BentoML, MLServer, LangChain, Lla
 	$(ON_PLATFORMS) $(MLSERVER)/bin/python -m pytest -n0 $(IN_SERVERS)
 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
-	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_hostile.py tests/integration/test_invariance.py
+	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
 damage: $(READY) ## 20,000 changes of any file of a signed bundle, 200 by the command line (25 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=20000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_damage.py
@@ -173,13 +174,13 @@ swaps: $(READY) ## 100 swaps of a served bundle under 200 requests at once (7 mi
 
 load-check: $(READY) ## the knee of `prejit load` beside an exhaustive search, and a stalled server (15 minutes, a quiet machine)
 	$(BIN)/prejit build manifests/demo.toml -o artifacts --target cpu-host
-	PREJIT_TEST_ALL=1 PREJIT_LOAD_SECONDS=10 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_load.py
+	PREJIT_LOAD_SECONDS=10 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_load.py
 
 releases: $(READY) ## twenty bad releases and twenty good ones through gate and canary (40 minutes); writes its figures
-	PREJIT_TEST_ALL=1 PREJIT_RELEASES=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 -s tests/campaigns/test_releases.py
+	PREJIT_RELEASES=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 -s tests/campaigns/test_releases.py
 
 drills: $(READY) ## failures of production, done on purpose under a real Prometheus (15 minutes); writes its figures
-	PREJIT_TEST_ALL=1 PREJIT_DRILLS=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_drills.py
+	PREJIT_DRILLS=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_drills.py
 	$(BIN)/python -m tests.campaigns.drill_records # the table of benchmarks/results
 
 hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 connections (13 minutes); writes its figures

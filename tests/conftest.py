@@ -32,15 +32,12 @@ for name, derandomize in (("tests", True), ("search", False)):
 settings.load_profile("tests")
 
 LONGEST = (
-    *("test_mesh.py", "test_model_calls.py", "test_fleet.py", "test_crew.py", "test_snippets.py"),
-    *("test_run_time_adapters.py", "test_invariance.py", "test_own_decoder.py"),
-    *("test_sibling_parity.py", "test_kernel_linear.py", "test_environments.py", "test_bench.py"),
-    *("test_encoder_decoder_parity.py", "test_fallback_processes.py", "test_any_program.py"),
-    *("test_checking.py", "test_remote.py", "test_damage.py", "test_kernel_attention.py"),
-    *("test_int4.py", "test_observer.py", "test_recorded_manifest.py", "test_jax_coverage.py"),
-    *("test_openai_api.py", "test_chaos.py", "test_adapters.py", "test_serve.py"),
-    *("test_executable.py", "test_recording.py", "test_trace_keeping.py", "test_swaps.py"),
-    *("test_parity.py", "test_channel_rollout.py", "test_registries.py", "test_steps.py"),
+    *("test_mesh.py", "test_draft_model.py", "test_kernel_linear.py", "test_snippets.py"),
+    *("test_any_program.py", "test_sibling_parity.py", "test_trace_keeping.py", "test_parity.py"),
+    *("test_prefill.py", "test_encode.py", "test_own_decoder.py", "test_run_time_adapters.py"),
+    *("test_golden.py", "test_sampling_programs.py", "test_pool.py", "test_user_code.py"),
+    *("test_openai_api.py", "test_jit.py", "test_executable.py", "test_images.py"),
+    *("test_untraced.py", "test_serve.py", "test_kinds_of_programs.py", "test_manifest.py"),
 )
 """The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
 

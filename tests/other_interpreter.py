@@ -5,7 +5,6 @@ programs and their loading, and the standard library's own errors. Everything el
 interpreter alone. `make test-other-all` runs all unit, parity and format tests on the second one, too.
 """
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 CHOSEN = {
     "format": "bundles of other versions are read, loaded and called",
     "integration/test_minimal_loader.py": "builds a decoder and a bundle of functions, loads them, generates",
-    "parity": "one model of each family, traced, compiled and called",
+    "parity": "a model of each kind, traced, compiled and called",
     "unit/compiler/compile/worker": "what jaxlib's compiler is given, and its machine code",
     "unit/compiler/lowering/test_lowering_programs.py": "what jax's tracing and export give",
     "unit/compiler/lowering/test_own_models.py": "decoders of flax and equinox, of older versions",
@@ -21,8 +20,14 @@ CHOSEN = {
     "unit/compiler/pipeline/test_build_run.py": "a whole build, and its loading",
     "unit/compiler/pipeline/lower/test_observer.py": "what Python says of code that a trace ran",
     "unit/compiler/pipeline/lower/test_trace_keeping.py": "what jax says of it",
-    "unit/runtime/base": "errors and files of the standard library",
-    "unit/runtime/device": "private parts of jaxlib: executables, arrays, dispatch, settings",
+    "unit/runtime/base/test_files.py": "files of the standard library",
+    "unit/runtime/base/test_process_facts.py": "what it says of processes",
+    "unit/runtime/base/test_threads_and_forks.py": "its threads",
+    "unit/runtime/device/test_client_of_jax.py": "private parts of jaxlib: clients",
+    "unit/runtime/device/test_dispatch.py": "its dispatch",
+    "unit/runtime/device/test_executable.py": "its executables and arrays",
+    "unit/runtime/device/test_jax_settings.py": "jax's settings",
+    "unit/runtime/device/test_kernels.py": "custom calls",
     "unit/runtime/jitted": "jax's own dispatch, which calls go around",
     "unit/runtime/programs/test_dispatched_calls.py": "calls by jaxlib's dispatch",
     "unit/runtime/programs/test_pytree.py": "jax's trees",
@@ -34,16 +39,6 @@ CHOSEN = {
 """Files and directories of tests, and what can differ."""
 RANDOM = {"test_whatever_is_passed_gives_a_result_or_an_error_of_prejit"}
 """Long tests of random values. Their files have tests with chosen values, which run."""
-ALL_CASES = ("tests/unit/runtime/device/test_executable.py", "tests/unit/runtime/base/")
-"""Tests that run with all their cases, because these touch different private interfaces or errors.
-
-Other tests run with their first case only. It shows that the code works there; the other cases have other
-values."""
-FAMILIES = {
-    "test_logits_and_greedy_tokens_equal_those_that_torch_gave": r"[a-z]+\d?",
-    "test_results_equal_those_that_torch_gave": r"[a-z]+-[a-z]+",
-}
-"""Tests of all model families, and what of a case's id names the family: its first case runs."""
 TESTS = Path(__file__).parent
 _PATHS = tuple(TESTS / path for path in CHOSEN)
 
@@ -64,7 +59,7 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(trylast=True)  # what `make test` leaves out on each interpreter is left out before
 def pytest_collection_modifyitems(config, items):
-    """Deselect further cases of a test."""
+    """Deselect further cases of a test: the first shows that the code works there."""
     seen = set[str]()
     kept, left = [], []
     for item in items:
@@ -76,12 +71,7 @@ def pytest_collection_modifyitems(config, items):
 def _can_differ(item, seen):
     if item.name in RANDOM:
         return False
-    if item.nodeid.startswith(ALL_CASES):
-        return True
-    name, _, case = item.name.partition("[")
-    family = re.match(FAMILIES.get(name, ""), case)
-    assert family is not None, item.nodeid
-    kind = f"{item.parent and item.parent.nodeid}::{name}[{family[0]}"
-    is_first = kind not in seen
-    seen.add(kind)
+    name, _, _ = item.nodeid.partition("[")
+    is_first = name not in seen
+    seen.add(name)
     return is_first

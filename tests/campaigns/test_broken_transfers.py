@@ -57,6 +57,7 @@ def cases():
         turns[way] += 1
 
 
+@pytest.mark.thorough
 def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch):
     monkeypatch.setattr(processes, "PRELOADED", transfer_processes.PRELOADED)
     began = time.monotonic()

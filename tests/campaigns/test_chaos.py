@@ -237,6 +237,7 @@ def _prepare(campaign):
         os.utime(path, (then, then))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", BROKEN)
 def test_a_command_that_breaks_at_any_call_leaves_nothing_wrong(campaign, scenario):
     pick = random.Random(7)
@@ -260,6 +261,7 @@ def test_a_command_killed_at_any_time_leaves_nothing_wrong(campaign, scenario):
     campaign.check(scenario, AT_TIMES, faults.random_kills(min(EXAMPLES, 250), seconds, seed=1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("years", YEARS)
 @pytest.mark.parametrize("scenario", ("gc",) if IS_SAMPLE else SCENARIOS)
 def test_a_command_with_a_wrong_clock_does_the_same(campaign, scenario, years):

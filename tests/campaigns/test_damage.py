@@ -104,6 +104,7 @@ def numbers(count):
     return range(count) if ONLY is None else (int(ONLY),)
 
 
+@pytest.mark.thorough
 def test_positions(campaign, tmp_path):
     """A bit in each chunk: the first, the last and any byte; found early, late and meanwhile."""
     count = damages.positions(campaign.bundle)
@@ -179,6 +180,7 @@ def with_receipts(campaign, number):
     return number % 2 == 1
 
 
+@pytest.mark.thorough
 def test_command_line(campaign):
     """Half of them have receipts from before the damage, and the times of the file set back."""
     expected, tried = sound_text(campaign), 0
@@ -204,6 +206,7 @@ def test_command_line(campaign):
     campaign.check("command_line", tried)
 
 
+@pytest.mark.thorough
 def test_cut(campaign):
     """A file is cut at a random moment. After its verification only its map is read: that is a SIGBUS."""
     tokens, tried, started = 40, 0, time.monotonic()

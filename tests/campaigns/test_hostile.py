@@ -170,6 +170,7 @@ def _model_configs(random):
     return family, dtype, to_json(edited(config, random, _OPTIONAL)).encode()
 
 
+@pytest.mark.thorough
 def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign):
     def attempt(drawn):
         family, dtype, config = drawn
@@ -292,6 +293,7 @@ def _tokenizer_files(random):
     return files
 
 
+@pytest.mark.thorough
 def test_any_tokenizer_is_refused_or_makes_a_bundle_that_takes_text(campaign):
     command = ("--prompt", "the cat: é", *_GENERATE[4:])
 

@@ -52,6 +52,7 @@ def bundle_dir(make_decoder, lettered_dir, tmp_path_factory):
     return make_decoder(source, batch=(1, 8), prompt=(16, 64), context=(512,))
 
 
+@pytest.mark.thorough
 def test_an_honest_client_beside_hostile_ones(bundle_dir, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))

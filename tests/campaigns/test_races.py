@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
+from tests.extent import sampled
 
 from . import faults, processes, races, replaced_bundles
 from .campaign import check, facts, figures_file, setting, write_figures
@@ -43,7 +44,7 @@ def keep(name, figures):
         write_figures("races", {**found, name: {**facts("kernel"), **figures}})
 
 
-@pytest.mark.parametrize("name", races.CACHES)
+@pytest.mark.parametrize("name", sampled(races.CACHES, "a bundle's directory".__eq__))
 def test_processes_that_share_a_directory_read_nothing_wrong(name, tmp_path):
     if name == "the state of a channel":
         pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
@@ -52,6 +53,7 @@ def test_processes_that_share_a_directory_read_nothing_wrong(name, tmp_path):
     check(bad)
 
 
+@pytest.mark.thorough
 def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_path):
     for name, factor in (("old", OLD), ("new", NEW)):
         directory = tmp_path / name

@@ -161,6 +161,7 @@ async def _leave(engine, prompt, arguments, generator):
     return "task"
 
 
+@pytest.mark.thorough
 def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     keys, log = tmp_path / "keys", tmp_path / "requests.jsonl"
     keys.write_text("".join(f"client-{n}: {key}\n" for n, key in enumerate(serving.KEYS)))

@@ -125,6 +125,7 @@ def measured(**figures):
     return found
 
 
+@pytest.mark.thorough
 def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(versions, running):
     answers = [expected(each) for each in versions[:2]]
     assert answers[0].isdisjoint(answers[1])

@@ -5,6 +5,7 @@ import shlex
 
 import httpx
 import pytest
+from tests.extent import one_in
 from tests.integration.test_serve import Process
 
 from .snippets import ROOT, commands_of, snippets_of
@@ -21,7 +22,7 @@ COMMANDS = [
 KEY = "sk-demo-0123456789abcdef"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", one_in(3, COMMANDS))
 def test_a_server_takes_the_place_of_another_tool(command, page_directory, shell):
     (page_directory / "keys.txt").write_text(f"{KEY}\n")
     if "encoder" in command:

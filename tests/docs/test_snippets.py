@@ -5,6 +5,7 @@ import re
 import warnings
 
 import pytest
+from tests.extent import sampled
 
 from prejit.compiler.manifest.reading import read_manifest
 
@@ -16,6 +17,16 @@ NOT_RUN = {"decisions", "performance", "reference"}
 LANGUAGES = {"python", "toml", "sh", "console", "text", "cpp"}
 """C++ is compiled by tests/integration/test_libraries.py."""
 WILL_COMPILE = 8
+DEAR = {
+    "encode",
+    "own-function",
+    "own-model",
+    "profile",
+    "python-builds",
+    "record",
+    "trained-model",
+}
+"""Pages with several builds: `make test-all` runs them."""
 
 _WITH_CODE = [page for page in PAGES if any(snippets_of(page))]
 _RUN = [
@@ -79,7 +90,7 @@ def _check_manifest(snippet, directory):
         assert read_manifest(manifest).targets, snippet
 
 
-@pytest.mark.parametrize("page", _RUN, ids=_name)
+@pytest.mark.parametrize("page", sampled(_RUN, lambda page: page.stem not in DEAR), ids=_name)
 def test_a_page_runs_from_top_to_bottom(page, page_directory, shell):
     namespace = {"__name__": "__main__"}
     for snippet in snippets_of(page):

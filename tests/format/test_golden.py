@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zstandard
-from tests.extent import examples
+from tests.extent import examples, one_in
 from tests.layouts import blob, index_file, index_of, write_index
 
 from prejit.runtime import __main__, load
@@ -387,7 +387,7 @@ def generates(loaded, wanted, **request):
     np.testing.assert_allclose(found, wanted["logprobs"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["decoder", "mesh"])
+@pytest.mark.parametrize("name", one_in(2, ["decoder", "mesh"]))
 def test_decoders_generate_from_their_portable_form(name):
     loaded, wanted = loaded_once(name), expected_of("decoder")
     generates(loaded, wanted, prompts=wanted["prompts"], max_new_tokens=20)
@@ -407,7 +407,7 @@ def test_decoders_sample_as_on_the_day_they_were_built():
         assert [*loaded.generate(prompt, max_new_tokens=20, **options).token_ids] == tokens
 
 
-@pytest.mark.parametrize("name", ["decoder", "stored"])
+@pytest.mark.parametrize("name", one_in(2, ["decoder", "stored"]))
 def test_drafts_are_verified(name):
     loaded, wanted = loaded_once(name), expected_of(name)
     options = {"max_new_tokens": 32 - len(wanted["lookup_prompt"])}
@@ -417,6 +417,7 @@ def test_drafts_are_verified(name):
     assert loaded.generate(wanted["lookup_prompt"], **options).token_ids == result.token_ids
 
 
+@pytest.mark.thorough
 def test_caches_grow_while_a_row_is_at_work():
     """The first needs a context of 16, the second, which joins later, one of 32."""
     loaded, wanted = loaded_once("decoder"), expected_of("decoder")
@@ -452,6 +453,7 @@ def test_reader_writes_about_its_sources():
     assert sizes == ["encode/b1-n4", "encode/b1-n8", "encode/b1-n8"]
 
 
+@pytest.mark.thorough
 def test_reader_stops_goes_on_from_a_prompt_samples_and_verifies_drafts():
     loaded, wanted = loaded_once("reader"), expected_of("reader")
     first, second, third = wanted["sources"]

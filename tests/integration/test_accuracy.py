@@ -12,6 +12,8 @@ from tests.parity.encoder_cases import Case
 
 from .conftest import ROOT, write_manifest
 
+pytestmark = pytest.mark.thorough
+
 STORY = """\
 One day, a boy named Tom went to the park with his mom. Tom had a big red ball. He liked to kick the
 ball and run after it. "Look, Mom!" he said. "I can kick it very far!" His mom smiled and clapped

@@ -12,6 +12,8 @@ from prejit.compiler.rebuilding.build_record import read_recorded
 from prejit.compiler.rebuilding.rebuilt import rebuild
 from prejit.runtime.errors import BuildError, ManifestError
 
+pytestmark = pytest.mark.thorough
+
 MANIFEST = """
 [bundle]
 name = "adapted"

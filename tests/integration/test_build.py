@@ -99,6 +99,7 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(run, 
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
 
 
+@pytest.mark.thorough
 def test_equal_builds_at_once_compile_each_program_once(warm, tmp_path):
     project = write_project(tmp_path)
     processes = [warm.start(*arguments(project, f"out{n}"), quick=True) for n in range(3)]

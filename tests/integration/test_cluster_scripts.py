@@ -80,6 +80,7 @@ def state(job):
     return command("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").strip()
 
 
+@pytest.mark.thorough
 def test_a_job_serves_until_the_signal_before_its_end(
     slurm, bundle_dir, tmp_path, monkeypatch, programs
 ):

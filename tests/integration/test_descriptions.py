@@ -69,6 +69,7 @@ def test_the_provenance_names_manifest_sources_and_versions(demo):
     assert found["predicate"]["runDetails"]["builder"]["id"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not TOOLS.exists(), reason="no .venv-tools: `make .venv-tools/.ready` makes it")
 def test_the_validators_of_others_accept_both(demo):
     for validate, kind in ((VALIDATE, PARTS), (IN_TOTO, STATEMENT)):

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from tests.extent import cases, examples
+from tests.extent import ALL, cases, examples
 from tests.lettered import write_lettered
 
 from prejit.compiler import build
@@ -20,7 +20,12 @@ from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
 from prejit.runtime.generation.draft_model import DraftModel
 
 CONTEXTS = (24, 72)
-SIZES = {"batch": (1, 3), "prompt": (3, 10), "context": CONTEXTS, "draft_tokens": 4}
+SIZES = {
+    "batch": (1, 3),
+    "prompt": (3, 10) if ALL else (10,),
+    "context": CONTEXTS,
+    "draft_tokens": 4,
+}
 
 
 @pytest.fixture(scope="session")

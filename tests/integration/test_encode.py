@@ -156,6 +156,7 @@ def packed(run, model):
     return found
 
 
+@pytest.mark.thorough
 def test_packed_sentences_are_what_they_are_alone_and_padded(packed, module):
     words = [0, 3, 9, 40, 61, 14, 15, 100, 1, 30, 2]
     texts = [" ".join(LETTERS[(n * 5 + count) % 26] for n in range(count)) for count in words]

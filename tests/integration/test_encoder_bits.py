@@ -11,6 +11,8 @@ from tests.parity.test_encoder_families import write
 
 from prejit.runtime import load
 
+pytestmark = pytest.mark.thorough
+
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},

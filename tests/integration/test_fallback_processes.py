@@ -96,6 +96,7 @@ def test_a_long_prompt_goes_through_the_smallest_bucket_while_its_own_compiles(s
     assert used[0].name == "prefill/b1-t10-c24"
 
 
+@pytest.mark.thorough
 def test_a_larger_context_or_batch_that_is_ready_serves(served, ids):
     bundle, compiler = served
     for name in ("prefill/b3-t3-c72", "decode/b3-c72"):
@@ -119,6 +120,7 @@ def test_a_larger_context_or_batch_that_is_ready_serves(served, ids):
     ]
 
 
+@pytest.mark.thorough
 def test_tokens_are_those_of_the_bundles_own_programs_in_every_state_of_the_compiling(
     served, decoder_dir, ids
 ):
@@ -142,6 +144,7 @@ def test_tokens_are_those_of_the_bundles_own_programs_in_every_state_of_the_comp
         assert [r.token_ids for r in together[0]] == [r.token_ids for r in together[1]]
 
 
+@pytest.mark.thorough
 def test_what_failed_in_the_background_is_told_to_who_wants_it_and_heals(served, ids):
     bundle, compiler = served
     compiler.broken = {"prefill/b1-t10-c24"}
@@ -169,6 +172,7 @@ print(json.dumps([r.source for r in bundle.report()]))
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_while_it_compiles_ends_cleanly(python, decoder_dir, tmp_path):
     (tmp_path / "other.json").write_bytes(to_json(OTHER))
     settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": XLA_FLAGS}

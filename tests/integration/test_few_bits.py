@@ -4,6 +4,8 @@ import json
 
 from tests.parity.few_bits_cases import GPTQ, FewBits
 
+from prejit.runtime import load
+
 from .conftest import write_manifest
 
 
@@ -21,3 +23,7 @@ def test_a_build_rounds_matrices_again_or_does_not_say_what_it_kept(run, tmp_pat
     assert (report["few_bits"]["kept"], report["few_bits"]["converted"]) == (10, 4)
     assert 0.001 < report["few_bits"]["error"] < 0.01
     assert "kept 10 matrices" in (tmp_path / "few.report.html").read_text()
+    options = ("--prompt-ids", "5,6,7", "--max-new-tokens", "6", "--on-mismatch", "error", "--json")
+    said = json.loads(run("generate", tmp_path / "few", *options).stdout)
+    with load(tmp_path / "few", on_mismatch="error") as bundle:
+        assert said["token_ids"] == [*bundle.generate([5, 6, 7], max_new_tokens=6).token_ids]

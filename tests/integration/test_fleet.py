@@ -33,6 +33,8 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 
 from .conftest import functions_manifest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.10.2", "0.12.0.1"
 LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4") if ALL else ("cpu-x86-64-v3",)

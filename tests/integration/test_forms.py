@@ -46,6 +46,7 @@ def measured(run, tmp_path_factory, build_cache):
     return SimpleNamespace(path=path, manifest=manifest, told=told, table=table)
 
 
+@pytest.mark.thorough
 def test_a_build_measures_large_products_and_says_so_in_bundle_and_table(run, measured):
     forms = inspected(run, measured.path)
     assert "measuring the forms of 2 products for cpu-host" in measured.told
@@ -74,6 +75,7 @@ def test_what_one_build_measured_the_next_one_reads(run, measured, tmp_path):
     assert (copy / "index.json").read_bytes() == (measured.path / "index.json").read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_table_decides_what_is_compiled(run, measured, tmp_path):
     inner = LARGE_INNER + 64
     model = write_model(tmp_path / "model", inner)

@@ -3,10 +3,13 @@
 import json
 import shutil
 
+import pytest
 from tests.decoders import build, write_random
 
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load
+
+pytestmark = pytest.mark.thorough
 
 
 def flip(path):

@@ -170,6 +170,7 @@ def labels(built):
         yield model, bundle
 
 
+@pytest.mark.thorough
 def test_labels_have_probabilities(labels, reference):
     model, bundle = labels
     files = [str(model / f"picture{number}.png") for number in range(len(PICTURES))]

@@ -19,6 +19,8 @@ from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
+pytestmark = pytest.mark.thorough
+
 CASES = {case.name: case for case in sight_cases()}
 NAME = "gemma3-1"
 GENERATE = "batch = [1, 3]\nprompt = [16]\ncontext = [64, 128]"
@@ -240,6 +242,7 @@ def test_the_command_reads_images_before_a_message(bundle, model, pictures, caps
     assert json.loads(capsys.readouterr().out)["token_ids"] == [*expected.token_ids]
 
 
+@pytest.mark.thorough
 def test_a_model_without_images_refuses_them(run, model, pictures, tmp_path):
     run("build", write_manifest(model, ""), "-o", tmp_path, quick=True)
     with load(tmp_path / "made", on_mismatch="error") as bundle:

@@ -10,6 +10,8 @@ from prejit.runtime import Fingerprint, load
 from .conftest import write_manifest
 from .test_accuracy import STORY
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def built(run, stories, tmp_path_factory):

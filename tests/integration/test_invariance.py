@@ -412,12 +412,14 @@ def examples(count):
     return settings(max_examples=count, derandomize=not hostile, suppress_health_check=slow)
 
 
+@pytest.mark.thorough
 @examples(extent.examples(12, 20))
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(gpt2, script, calls, lasting):
     check_script(gpt2, script, calls, lasting)
 
 
+@pytest.mark.thorough
 @examples(extent.examples(4, 12))
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_other_models_depend_on_nothing_but_the_request(other, script, calls, lasting):

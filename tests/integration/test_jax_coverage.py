@@ -143,6 +143,7 @@ def test_a_family_of_functions_gives_what_jax_gives(family, lower, device):
     check(program, function, device)
 
 
+@pytest.mark.thorough
 def test_what_some_platforms_have_is_lowered_for_them(lower, device):
     together = {name: text for name, (text, _) in table.SOME_PLATFORMS.items()}
     check(*lower(together, ("cpu",)), device)

@@ -551,6 +551,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.thorough
 def test_a_program_on_a_mesh_takes_arrays_that_are_split_as_it_wants(
     tmp_path, build_cache, python, monkeypatch
 ):

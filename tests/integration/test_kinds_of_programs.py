@@ -198,6 +198,7 @@ def test_a_function_is_compared_with_what_it_closes_over_by_now(tmp_path, build_
     assert ours.stats().loaded == ("use/n2-c=0",)
 
 
+@pytest.mark.thorough
 def test_another_process_finds_equal_static_values(static_bundle, run_python, tmp_path):
     code = f"""
 import json, sys
@@ -386,6 +387,7 @@ def state_bundle(tmp_path_factory, build_cache):
     return build(programs, output, name="state", cache=build_cache, quiet=True).path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STATE)
 def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
     make, reason = STATE[name]
@@ -398,6 +400,7 @@ def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
         assert function.stats().loaded == (name,) * fits
 
 
+@pytest.mark.thorough
 def test_another_process_finds_functions_that_hold_the_same(state_bundle, run_python):
     code = f"""
 import json, sys
@@ -565,6 +568,7 @@ def registered_bundle(tmp_path_factory, build_cache):
     return build(programs, output, name="registered", cache=build_cache, quiet=True).path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", REGISTERED)
 def test_results_of_registered_classes_need_no_trace(registered_bundle, name):
     function, make = REGISTERED[name]
@@ -614,6 +618,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.thorough
 def test_values_that_look_alike_but_are_of_other_classes(tmp_path, build_cache):
     built = CLASSES.keys() - {"enum-key"}
     programs = [
@@ -706,6 +711,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.thorough
 def test_shardings_of_jit_on_a_mesh_with_any_axes(tmp_path, build_cache, python):
     mesh = jax.sharding.AbstractMesh((2, 1, 2), AXES, axis_types=AUTO)
     jitted = jax.jit(split_step, **split_options(mesh))

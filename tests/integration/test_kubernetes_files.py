@@ -116,6 +116,7 @@ def moved(arguments, **places):
     return changed
 
 
+@pytest.mark.thorough
 @needs_tools
 def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have():
     installed = dict(zip(FORMS, install(*FORMS.values()), strict=True))
@@ -141,6 +142,7 @@ def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have():
     )
 
 
+@pytest.mark.thorough
 @needs_tools
 def test_wrong_values_are_named():
     wrong = {
@@ -193,6 +195,7 @@ def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, serve):
     assert server.end(signal.SIGTERM, drain + 10) == 0, server.said
 
 
+@pytest.mark.thorough
 def test_the_init_container_pulls_what_the_server_serves(bundle_dir, registry, tmp_path, serve):
     assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
     text = (CHART / "templates" / "server.yaml").read_text()
@@ -220,6 +223,7 @@ def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, programs, tm
     assert "node-1" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @needs_tools
 def test_kustomize_changes_image_and_volume(tmp_path):
     if shutil.which("kubectl") is None:
@@ -238,6 +242,7 @@ def test_kustomize_changes_image_and_volume(tmp_path):
     assert pod["containers"][0]["image"] == "registry.example.com/prejit-server:0.2.0"
 
 
+@pytest.mark.thorough
 def test_kserve_starts_the_runtime_with_the_name_of_the_service(bundle_dir, serve):
     place = ROOT / "deploy" / "kserve"
     runtime = yaml.safe_load((place / "serving-runtime.yaml").read_text())

@@ -232,6 +232,7 @@ def test_a_function_with_another_form_runs_on_other_platforms(make):
     assert "scale" not in custom_calls(portable, program.platforms or (), "cuda")
 
 
+@pytest.mark.thorough
 def test_bundles_with_other_libraries_or_other_symbols_of_the_same_names_do_not_mix(make, compiled):
     swapped = Library(str(compiled()), {"negate": "ScaleHandler", "scale": "NegateHandler"})
     plain, shifted = (load(make("scaled", shift=each, name=f"b{each}")) for each in (0, 1))
@@ -244,6 +245,7 @@ def test_bundles_with_other_libraries_or_other_symbols_of_the_same_names_do_not_
             np.testing.assert_allclose(bundle.call("scaled", x=X), expected, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them(make, compiled):
     """It builds, because a build opens no library."""
     needy = compiled(2, needs="libnothere.so.7")
@@ -265,6 +267,7 @@ def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(built, monkeypa
         load(built, on_mismatch="error")
 
 
+@pytest.mark.thorough
 def test_the_page_shows_what_works(build_cache, compiled, run, tmp_path):
     """The first C++, Python and TOML of docs/how-to/own-library.md, and its command for x86-64-v2."""
     import jax

@@ -5,6 +5,7 @@ import sys
 
 import httpx
 import pytest
+from tests.extent import one_in
 from tests.integration.test_serve import Process
 from tests.processes import ran
 
@@ -30,7 +31,14 @@ def server(lettered_dir, encoder_dir, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("api", "model", "has_tokens"),
-    [("completions", "letters", True), ("chat", "letters", True), ("embeddings", "vectors", False)],
+    one_in(
+        3,
+        [
+            ("chat", "letters", True),
+            ("completions", "letters", True),
+            ("embeddings", "vectors", False),
+        ],
+    ),
 )
 def test_each_api_is_measured(server, api, model, has_tokens):
     lengths = ("--prompt-tokens", "2..4", "--new-tokens", "6", "--prefix-tokens", "3")
@@ -67,6 +75,7 @@ def test_a_log_is_sent_again_at_its_times(server):
     assert rate["new_tokens"] == 3
 
 
+@pytest.mark.thorough
 def test_a_bundle_is_served_as_long_as_it_is_measured(bundle_dir, tmp_path):
     page = tmp_path / "load.html"
     found = load(
@@ -80,6 +89,7 @@ def test_a_bundle_is_served_as_long_as_it_is_measured(bundle_dir, tmp_path):
     assert str(bundle_dir) in page.read_text()
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_measured_is_said(server, tmp_path):
     url = server[0].url
     missed = load(url, *WINDOW, "--model", "letters", "--p95-ms", "0.001", status=9)

@@ -22,6 +22,7 @@ from .conftest import ROOT
 TEXT = np.random.default_rng(4).integers(0, 48, 72).tolist()
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_tokens_or_sessions(decoder_dir):
     script = ROOT / "tests" / "growing_memory.py"
     said = json.loads(ran(sys.executable, script, decoder_dir, 20_000, 1_500).stdout)
@@ -147,6 +148,7 @@ def test_a_process_that_ends_in_the_middle_ends_cleanly(python, decoder_dir, wha
 THREADS, TURNS = 16, 12
 
 
+@pytest.mark.thorough
 def test_threads_that_share_a_bundle_get_the_tokens_that_each_would_get_alone(decoder_dir):
     """From its first moment on, when programs and weights are not there yet."""
     prompts = [TEXT[:n] for n in (1, 4, 9, 22, 40, 60)]

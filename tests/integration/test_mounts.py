@@ -87,6 +87,7 @@ def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(demo, regis
     assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: buildah mounts what it unpacks")
 def test_buildah_mounts_the_image(demo, registry, tmp_path):
     has("buildah")
@@ -123,6 +124,7 @@ def ctr(tmp_path):
         server.wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
 def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_once(
     demo, registry, ctr, tmp_path
@@ -146,6 +148,7 @@ def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_onc
     assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
 
 
+@pytest.mark.thorough
 def test_oras_puts_the_files_of_the_artifact_side_by_side(demo, registry, tmp_path):
     from oras.client import OrasClient  # imports requests, which no other test does
 

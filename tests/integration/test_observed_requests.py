@@ -150,6 +150,7 @@ def test_requests_to_an_encoder_are_observed(encoder):
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("encode", 4, 9 / 4)
 
 
+@pytest.mark.thorough
 def test_requests_to_a_function_are_observed(functions):
     path = "/v2/models/doubled/infer"
     wrong = [infer(3, name="z"), infer(3, datatype="FP64"), {}]

@@ -220,6 +220,7 @@ def test_a_chat_goes_through_the_template(client, stories_bundle):
     assert last.usage == found.usage.model_copy(update=details)
 
 
+@pytest.mark.thorough
 def test_arguments_of_a_strict_function_follow_its_schema(client):
     options = {"messages": USER, "max_tokens": 100, "temperature": 0}
     strict = {**ADD, "function": {**ADD["function"], "strict": True}}
@@ -549,6 +550,7 @@ def test_no_value_of_a_field_is_an_internal_error(server, post, path):
     wait_for(lambda: server.requests() == 0)
 
 
+@pytest.mark.thorough
 def test_the_published_document_holds(server):
     import schemathesis.checks
 

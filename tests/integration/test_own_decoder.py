@@ -174,6 +174,7 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(tmp_path, opt
     assert load(third.path).decoder.decoder.family == "EquinoxDecoder"
 
 
+@pytest.mark.thorough
 def test_an_encoder_decoder_reads_a_source(tmp_path, options):
     sizes = Generate(batch=(1,), prompt=(4,), context=(32,), source=(4, 8))
     manifest = own(own_decoders.Translator, generate=sizes, dtype="int8")

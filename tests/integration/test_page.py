@@ -145,6 +145,7 @@ def test_text_comes_while_it_is_made_and_stop_ends_it(page, models, monkeypatch)
     page.wait(lambda: engine.metrics().finished["cancelled"] == before + 2, "the second end")
 
 
+@pytest.mark.thorough
 def test_a_completion_follows_its_prompt(page, bundles):
     page.click("#tab-complete")
     greedy(page, 20)
@@ -205,6 +206,7 @@ def test_a_function_is_called_with_what_the_form_has(page, bundles, shared):
     assert [message for message in shared.console() if "400" not in message] == []
 
 
+@pytest.mark.thorough
 def test_static_arguments_are_chosen_among_those_of_the_bundle(page):
     page.choose("#model", "powers")
     page.wait(lambda: page.visible("#input-0"), "the form")
@@ -245,6 +247,7 @@ def test_the_bundle_its_programs_and_the_figures_of_its_engine_are_shown(page, b
     assert page.text("#waited") == str(sum(each.waited_for_compile for each in metrics.requests))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", cases([920], others=[1280]))
 def test_an_encoder_has_figures_of_its_own(page, models, server, width):
     page.size(width, 900)
@@ -290,6 +293,7 @@ def test_the_keyboard_is_enough(page):
     assert page.run(outlined) == "solid"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", cases([400], others=[800, 1400]))
 def test_nothing_is_wider_than_the_window_or_too_low_for_a_finger(page, width):
     page.size(width, 800)
@@ -346,6 +350,7 @@ def test_a_server_with_keys_gets_one(shared, models, tmp_path):
     assert [message for message in shared.console() if "401" not in message] == []
 
 
+@pytest.mark.thorough
 def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(shared, bundles, models):
     later = Models()
     with running(later, Settings()) as found:

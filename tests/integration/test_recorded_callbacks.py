@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+from tests.extent import one_in
 from tests.processes import ran
 
 PROGRAM = """
@@ -107,7 +108,8 @@ def bundle(here, prejit):
     return here / "serve"
 
 
-@pytest.mark.parametrize("tag", ["A", "B"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("tag", one_in(2, ["B", "A"]))
 def test_recorded_programs_call_the_functions_of_this_start(bundle, run, prejit, tag):
     """As often, in the same order, with the same errors. With B these are other functions."""
     plain = run(sys.executable, "serve.py", tag)
@@ -122,6 +124,7 @@ def test_recorded_programs_call_the_functions_of_this_start(bundle, run, prejit,
         assert text in found.stdout
 
 
+@pytest.mark.thorough
 def test_a_process_without_the_hook_finds_none_that_it_cannot_run(bundle, run, prejit):
     """jax before 0.11 hands no functions to an executable of its cache. Later ones do it by themselves."""
     plain = run(sys.executable, "-I", "serve.py", "A")
@@ -129,6 +132,7 @@ def test_a_process_without_the_hook_finds_none_that_it_cannot_run(bundle, run, p
     assert found.stdout == plain.stdout
 
 
+@pytest.mark.thorough
 def test_without_a_trace_a_recording_names_their_lines_and_what_to_do(here, prejit):
     command = ("--", sys.executable, "serve.py", "A")
     for _ in range(2):
@@ -144,6 +148,7 @@ def test_without_a_trace_a_recording_names_their_lines_and_what_to_do(here, prej
     assert ", 0 misses" in found.stderr
 
 
+@pytest.mark.thorough
 def test_the_check_of_a_library_is_named_with_the_call_that_led_to_it(here, prejit):
     """The checks of equinox are callbacks. diffrax, lineax and optimistix use them."""
     (here / "fit.py").write_text(

@@ -134,6 +134,7 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here, bundle):
     assert "hint: record this run too (prejit record -o BUNDLE -- COMMAND)" in rest
 
 
+@pytest.mark.thorough
 def test_recording_again_changes_no_byte_and_another_run_is_added(bundle, prejit_at, tmp_path):
     copy = shutil.copytree(bundle, tmp_path / "serve")
     before = (copy / "index.json").read_bytes()
@@ -168,6 +169,7 @@ write_layout(Path(sys.argv[2]), *assemble("serve", [packed(target, "serve")]))
 """
 
 
+@pytest.mark.thorough
 def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(bundle, prejit_at, tmp_path):
     """As after an upgrade: the bundle has the files and keys of a jaxlib that is not installed."""
     rewritten = tmp_path / "serve"
@@ -221,6 +223,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tmp_path):
     """It answers in processes of its own, which it forks after the import of jax."""
     (here / "server.py").write_text(SERVER)
@@ -235,6 +238,7 @@ def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tm
         prejit_at("run", tmp_path / "b", "--require-aot", "--", sys.executable, "serve.py", rows)
 
 
+@pytest.mark.thorough
 def test_a_program_with_its_own_logging_is_not_disturbed(bundle, prejit_at):
     """jax's messages, which the report needs, do not reach the handlers of the program."""
     lines = (

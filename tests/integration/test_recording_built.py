@@ -43,9 +43,12 @@ if __name__ == "__main__":
     print(f"{loss:.4f} {solve(params['w']).sum():.4f} {halves.sum():.4f}")
     print(len(jax.events_seen), file=sys.stderr)
 """
-pytestmark = pytest.mark.skipif(
-    "fma" not in Fingerprint.current().cpu_features, reason="runs code for x86-64-v3"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        "fma" not in Fingerprint.current().cpu_features, reason="runs code for x86-64-v3"
+    ),
+    pytest.mark.thorough,
+]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from tests.extent import one_in
 from tests.store_servers import docker_registry
 from tests.token_service import guarded_registry
 
@@ -73,7 +74,7 @@ def moved(source, target):
     return ship(parse_reference(str(source)), parse_reference(str(target)))
 
 
-@pytest.mark.parametrize("kept", [of_docker, of_podman, of_an_identity, of_a_helper])
+@pytest.mark.parametrize("kept", one_in(4, [of_docker, of_podman, of_an_identity, of_a_helper]))
 def test_the_commands_with_a_login_that_another_tool_keeps(
     guarded, kept, tmp_path, monkeypatch, capsys
 ):

@@ -127,6 +127,7 @@ def test_the_script_names_what_is_missing():
     assert "expected first, candidate, rollout or back, found 'deploy'" in wrong
 
 
+@pytest.mark.thorough
 @needs_tools
 def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path):
     check = TOOLS / "check-jsonschema"

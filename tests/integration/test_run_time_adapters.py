@@ -114,6 +114,7 @@ def test_an_adapter_gives_the_logits_of_peft(tmp_path, make_decoder):
             assert max(abs(wanted[token] - found) for token, found in likely.top) <= 1e-4
 
 
+@pytest.mark.thorough
 def test_rows_of_one_batch_have_each_their_own_adapter_or_none(
     bundle, directories, make_decoder, build_cache, tmp_path
 ):
@@ -211,7 +212,8 @@ HINTS = {
 }
 
 
-def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(path, tmp_path, make_decoder):
+@pytest.mark.thorough
+def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(path, tmp_path, decoder_dir):
     with load(path, on_mismatch="error") as bundle:
         for name, (make, problem) in REFUSED.items():
             at = tmp_path / name
@@ -228,12 +230,13 @@ def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(path, tmp_
         with pytest.raises(UsageError, match="adapter: expected a name of letters"):
             bundle.adapters.load("a:b", write(tmp_path / "good", 1))
     with (
-        load(make_decoder("gpt2", **BUCKETS), on_mismatch="error") as plain,
+        load(decoder_dir, on_mismatch="error") as plain,
         pytest.raises(UsageError, match="expected a bundle that takes adapters"),
     ):
         plain.generate([1], adapter="a")
 
 
+@pytest.mark.thorough
 def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, directories):
     adapters = bundle.adapters
     for number in range(SLOTS):
@@ -259,8 +262,9 @@ def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, dir
         assert found == alone.generate(PROMPTS[0], adapter="b", **OPTIONS).token_ids
 
 
+@pytest.mark.thorough
 def test_an_adapter_of_another_bundle_or_that_is_unloaded_is_refused(
-    bundle, path, directories, make_decoder
+    bundle, path, directories, decoder_dir
 ):
     given = bundle.adapters.load("a", directories[0])
     request = bundle.request(PROMPTS[0], adapter=given, **OPTIONS)
@@ -271,7 +275,7 @@ def test_an_adapter_of_another_bundle_or_that_is_unloaded_is_refused(
         with pytest.raises(UsageError, match=r"adapter 'a': expected sha256:.* of another bundle"):
             other.generate(PROMPTS[0], adapter=given)
     with (
-        load(make_decoder("gpt2", **BUCKETS), on_mismatch="error") as plain,
+        load(decoder_dir, on_mismatch="error") as plain,
         pytest.raises(UsageError, match="expected a bundle that takes adapters"),
     ):
         plain.batch(1).insert(request)
@@ -292,6 +296,7 @@ def bundle_path(bundle):
     return str(bundle._open.layers[next(iter(bundle._open.layers))].path).partition("/blobs/")[0]
 
 
+@pytest.mark.thorough
 def test_no_prompt_begins_with_what_another_adapter_has_computed(bundle, directories):
     for name in ("a0", "a1"):
         bundle.adapters.load(name, directories[int(name[1])])
@@ -314,6 +319,7 @@ def test_no_prompt_begins_with_what_another_adapter_has_computed(bundle, directo
     engine.close()
 
 
+@pytest.mark.thorough
 def test_a_release_that_is_tried_has_the_adapters_of_the_model_or_neither_gets_one(
     bundle, path, directories
 ):
@@ -344,6 +350,7 @@ def test_a_release_that_is_tried_has_the_adapters_of_the_model_or_neither_gets_o
         assert loaded()[0] == ["a1"]
 
 
+@pytest.mark.thorough
 def test_a_policy_lets_only_signed_adapters_be_loaded(path, tmp_path, directories):
     rule = '[[rules]]\nnames = ["*"]\nlevel = "audit"\nkeys = ["release"]'
     policy = write_policy(tmp_path / "trust.toml", key_table("release"), rule)
@@ -380,6 +387,7 @@ def texts(make_decoder, tmp_path_factory):
     ]
 
 
+@pytest.mark.thorough
 def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, tmp_path, request):
     path, other, plain = texts
     ways = {"m": {}, "m:a0": {"adapter": "a0"}, "m:a1": {"adapter": "a1"}}

@@ -205,6 +205,7 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
     assert "Traceback" not in server.said
 
 
+@pytest.mark.thorough
 def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(serve, bundle_dir, tmp_path):
     path = tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--drain-seconds", "1")
@@ -435,6 +436,7 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
     assert "engine/generation_loop.py" in server.said
 
 
+@pytest.mark.thorough
 def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
     serve, decoder_dir, tmp_path, capsys
 ):
@@ -472,6 +474,7 @@ def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir):
             server.kill()
 
 
+@pytest.mark.thorough
 def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
     serve, bundle_dir, make_recipe, tmp_path
 ):

@@ -9,6 +9,8 @@ import pytest
 
 from .conftest import functions_manifest
 
+pytestmark = pytest.mark.thorough
+
 BUCKETS = list(range(1, 6))
 NAMES = ("tiny", "other")
 

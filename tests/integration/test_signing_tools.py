@@ -89,6 +89,7 @@ def test_model_signing_verifies_the_directory(curve, bundle_dir, tmp_path):
     model_signing(bundle_dir, sign(bundle_dir, key), tmp_path / "key.pem")
 
 
+@pytest.mark.thorough
 def test_model_signing_refuses_another_key_and_a_changed_file(bundle_dir, signed, public, tmp_path):
     (tmp_path / "b.pub.pem").write_text(signer("b").public.pem)
     model_signing(bundle_dir, signed, tmp_path / "b.pub.pem", status=1)
@@ -115,6 +116,7 @@ def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity
         tool("-m", "model_signing", "verify", "sigstore", *given, *who, bundle_dir, status=status)
 
 
+@pytest.mark.thorough
 def test_libraries_of_in_toto_and_sigstore_and_openssl_verify_what_is_attached_as_cosign_writes_it(
     bundle_dir, signed, public, tmp_path
 ):

@@ -13,6 +13,8 @@ from tests.waiting import wait_for
 from prejit.runtime import load
 from prejit.server import Engine
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = 24
 PROMPTS = [f"{number} name abc 12 " for number in range(4)]
 

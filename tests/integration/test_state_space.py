@@ -20,6 +20,8 @@ from prejit.runtime.generation import decode
 
 from .conftest import ROOT
 
+pytestmark = pytest.mark.thorough
+
 CONTEXT = 72
 MANIFEST = """
 [bundle]

@@ -120,6 +120,7 @@ def booted(bundle_dir):
         process.wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not can_boot(), reason="needs root, namespaces and systemd")
 def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted):
     url = f"http://127.0.0.1:{booted.port}/v2/models/score/infer"

@@ -10,6 +10,8 @@ from prejit.compiler.models.families.token_heads import token_heads
 from prejit.runtime import load
 from prejit.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.thorough
+
 TEXTS = ["q b q", "c", "q r s t b a"]
 WEIGHTS = (
     {20: 2.3139942},

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pytest
 from tests import own_decoders
 
 from .conftest import functions_manifest
@@ -43,6 +44,7 @@ def noop(python, run, build_cache, directory, manifest):
     return dict(found)
 
 
+@pytest.mark.thorough
 def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     run, python, build_cache, tmp_path
 ):
@@ -59,6 +61,7 @@ def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     assert (changed["compiled"], changed["cached"]) == (1, 3)
 
 
+@pytest.mark.thorough
 def test_a_decoder_of_the_user_is_not_imported_again(run, python, build_cache, tmp_path):
     shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
     (tmp_path / "own.toml").write_text(DECODER)

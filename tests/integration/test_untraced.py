@@ -132,6 +132,7 @@ def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit
     assert int(expected.stderr) > 10
 
 
+@pytest.mark.thorough
 def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bundle, prejit_at):
     def changed(reason, command=COMMAND, **env):
         done, report = report_of(prejit_at, here, bundle, command, **env)
@@ -198,6 +199,7 @@ def impure(here, prejit_at):
     return command, bundle, recorded(prejit_at, bundle, command)[1]
 
 
+@pytest.mark.thorough
 def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     command, bundle, said = impure
     for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
@@ -212,6 +214,7 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     }
 
 
+@pytest.mark.thorough
 def test_traces_that_are_checked_find_what_no_input_tells(here, impure, prejit_at):
     """Nothing tells prejit how large a file is that was not opened, nor what a memoryview holds."""
     command, bundle, _ = impure

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.extent import every_second
+from tests.extent import one_in
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
@@ -33,7 +33,7 @@ CASES = tuple(case for kind in KINDS for case in kind.cases())
 
 
 def named(*cases: Any) -> Any:
-    return pytest.mark.parametrize("case", every_second(cases), ids=lambda case: case.name)
+    return pytest.mark.parametrize("case", one_in(3, cases), ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")

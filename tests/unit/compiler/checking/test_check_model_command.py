@@ -60,6 +60,7 @@ def test_a_failed_check_says_a_change(directory, capfd):
     ]
 
 
+@pytest.mark.thorough
 def test_params_and_a_reference_count(directory, capsys):
     model = tiny_models.random_model(tiny_models.Tiny)
     values = {"places": model.places, "mixing": model.mixing}

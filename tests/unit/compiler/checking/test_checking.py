@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.extent import every_second
+from tests.extent import one_in
 
 from prejit.compiler.checking.kit import RULES, SHAPES, check_model, compare_with
 from prejit.compiler.checking.subject import TOLERANCE, Subject, difference
@@ -41,6 +41,7 @@ class Fixed(TinyWriter):
         return super().encode(source, jnp.full_like(length, 30), positions, dtype)
 
 
+@pytest.mark.thorough
 def test_models_that_keep_the_rules_pass_every_check():
     assert LONGEST > 13
     *found, against_none = check_model(*apart(random_model(Short)), against=lambda: None)
@@ -61,7 +62,7 @@ def test_models_that_keep_the_rules_pass_every_check():
 
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
-    every_second(BROKEN),
+    one_in(4, BROKEN),
     ids=[f"{name} {says:.50}" for name, _, says in BROKEN],
 )
 def test_a_broken_rule_is_found_by_its_check(name, kind, says):

@@ -121,6 +121,7 @@ def test_an_exponent_that_stands_for_nan_is_kept_beside_zeros(tmp_path):
     assert rows.mxfp4(0) is not None
 
 
+@pytest.mark.thorough
 def test_four_bits_of_experts_are_rounded_again_in_int4(tmp_path, with_kernels, monkeypatch):
     for least in ("LEAST_INPUTS", "LEAST_ELEMENTS"):
         monkeypatch.setattr(int4_rounding, least, WIDTH)

@@ -73,6 +73,7 @@ def test_mistakes_are_named():
         find_target(read_bundle(Path(CALL).parent / "recorded"), None)
 
 
+@pytest.mark.thorough
 def test_costs_count_what_the_function_says_and_the_roofline_runs_it(product, capsys, monkeypatch):
     bundle = read_bundle(product)
     [cost] = costs(bundle, find_target(bundle, None))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from tests.extent import one_in
 from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
@@ -316,7 +317,7 @@ def building(place, *portables):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGKILL, signal.SIGINT]))
 def test_no_worker_outlives_its_build(place, number):
     marks = [place.path / "a", place.path / "b"]
     build = building(place, *(f"sleep:{mark}" for mark in marks))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.extent import cases
 from tests.fake_registry import fake_registry
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
@@ -25,7 +26,7 @@ ARM = Fingerprint("cpu", "aarch64", (), "0.0.0", "", 2, 1 << 33)
 FLEET = (Machine("old-1", "", OLD), Machine("old-2", "", OLD), Machine("arm", "", ARM))
 
 
-@pytest.fixture(params=["registry", "bucket"])
+@pytest.fixture(params=cases(["registry"], others=["bucket"]))
 def place(request, monkeypatch):
     """A repository with a bundle of six targets, and one of another bundle that serves no old CPU."""
     if request.param == "registry":

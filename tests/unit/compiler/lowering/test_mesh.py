@@ -42,10 +42,7 @@ SPECS = {
     "prefill": ProgramSpec("prefill", "prefill", {**SIZES, "prompt": COUNT}),
 }
 ROW, SQUARE = Mesh(1, 4), Mesh(2, 2)
-SAMPLE = (
-    *((ROW, "gpt2", "decode"), (ROW, "phi3", "prefill")),
-    *((SQUARE, "llama", "prefill"), (SQUARE, "gemma3_text", "decode")),
-)
+SAMPLE = ((SQUARE, "llama", "prefill"),)
 
 
 def model_of(config, directory):

@@ -51,7 +51,7 @@ def of_others(*values, default, **_platforms):
     ("family", "on_cpu"),
     sampled(
         itertools.product(["gpt2", "qwen3_moe"], [True, False]),
-        lambda case: case in (("gpt2", True), ("qwen3_moe", False)),
+        lambda case: case == ("gpt2", True),
     ),
 )
 def test_each_row_has_the_logits_of_merged_matrices(family, on_cpu, monkeypatch):

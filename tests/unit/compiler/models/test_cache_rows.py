@@ -51,6 +51,7 @@ def test_attention_to_int8_is_attention_to_what_it_stands_for(sinks):
     assert 1e-5 < np.abs(found - exact).max() < 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", PLACES)
 def test_an_encoder_decoder_keeps_text_and_source_in_int8(family):
     made, source, tokens = model(family), sources(family, 1), random_tokens(2, BLOCK)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.extent import one_in
 
 from prejit.compiler.models import int4_rounding
 from prejit.compiler.models.layers.experts import (
@@ -42,7 +43,7 @@ def matrices(seed: int, inputs: int, outputs: int, dtype: str) -> tuple[ExpertMa
     return made, np.asarray(made.weight[...], np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", one_in(2, ["float32", "bfloat16", "int8", "int4"]))
 @pytest.mark.parametrize("has_kernels", [False, True])
 def test_a_token_gets_its_experts_however_many_others_there_are(
     dtype: str, has_kernels: bool, request: pytest.FixtureRequest

@@ -51,6 +51,7 @@ def loss(found, matrix, products):
     return np.einsum("oi,ij,oj->", error, products.astype(np.float64), error)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, derandomize=True, max_examples=examples(15, 100))
 @given(
     outputs=st.integers(1, 20),

@@ -222,7 +222,7 @@ def drawn(seed, shape, dtype, *, bias=False, gated=False, residual=False, activa
     )
 
 
-@settings(max_examples=examples(20, 60), deadline=None)
+@settings(max_examples=examples(4, 60), deadline=None)
 @given(data=st.data())
 def test_any_size_and_flags_are_as_numpys(kernels, data):
     few, many = st.integers(0, 40), st.integers(120, 200)

@@ -97,7 +97,7 @@ def begin_build(directory, store):
     return executor, taken
 
 
-@settings(max_examples=examples(6, 60))
+@settings(max_examples=examples(3, 60))
 @given(st.lists(PROJECTS, min_size=2, max_size=3))
 def test_a_build_does_what_the_plan_said(projects):
     with TemporaryDirectory() as name:

@@ -177,6 +177,7 @@ def code_of(step):
     return {module: {n for each in of for n in each.names} for module, of in found.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", sampled(MANIFESTS, lambda kind: kind == "encoder"))
 def test_no_step_runs_code_that_its_digest_lacks(kind, tmp_path):
     if kind == "own":

@@ -49,6 +49,7 @@ def test_two_machines_never_hold_the_same_lease(place, machine):
         assert machine(LONG, Tier(place, name)).take(KEY) is not None
 
 
+@pytest.mark.thorough
 def test_a_machine_that_lives_keeps_its_lease(machine):
     first = machine(SHORT)
     assert first.take(KEY) is not None

@@ -66,6 +66,7 @@ def test_credentials_are_in_no_message_and_a_result_has_its_type(tmp_path, monke
         assert (place.read(AC, 2), place.read(AC, 1)) == (b"{}", b"")
 
 
+@pytest.mark.thorough
 def test_a_server_that_does_not_answer_is_given_up_and_a_slow_network_is_not(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens

@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+from tests.extent import one_in
 from tests.fake_registry import fake_registry
 from tests.store_servers import azurite, docker_registry, moto, nginx, s3rver
 from tests.threads import in_threads
@@ -59,7 +60,7 @@ def files():
     return {}, {}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=one_in(2, KINDS))
 def connect(request, tmp_path, monkeypatch, files):
     """`connect()`: one store of a kind, as another machine sees it each time."""
     for module in (objects, registry_module):  # a busy machine is not a store that is down

@@ -15,8 +15,8 @@ MINE = ("me", "")
 
 
 @pytest.fixture(scope="module")
-def bundle(wide_dir):
-    return load(wide_dir, on_mismatch="error")
+def bundle(decoder_dir):
+    return load(decoder_dir, on_mismatch="error")
 
 
 @pytest.fixture

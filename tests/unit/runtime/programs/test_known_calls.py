@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.extent import one_in
 
 from prejit.compiler import Program
 from prejit.runtime import UsageError, jit, load
@@ -168,7 +169,7 @@ def constants_path(build_programs):
     return build_programs(programs)
 
 
-@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("of", one_in(2, [np.asarray, jnp.asarray]))
 def test_auxiliary_data_is_part_of_the_signature(constants_path, of):
     """Every class with every constant: as jax.jit, or a refusal where jax.jit traces again."""
     w, bundle = of(np.arange(2, dtype="f")), load(constants_path, types=[Record])

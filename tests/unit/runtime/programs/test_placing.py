@@ -129,6 +129,7 @@ def path(build_programs):
     return build_programs(programs)
 
 
+@pytest.mark.thorough
 def test_results_lie_where_those_of_jax_do(path, run_python):
     functions = "".join(map(inspect.getsource, (add, drawn, step)))
     run_python(f"from typing import Any\n{functions}{CODE}", path, env={"JAX_NUM_CPU_DEVICES": "2"})

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
+from tests.extent import one_in
 from tests.waiting import wait_for
 
 from prejit.runtime import load
@@ -233,7 +234,7 @@ def test_requests_that_come_while_it_falls_asleep_are_answered(engine, bundle):
         assert sleeping.result(60)
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", one_in(2, [False, True]))
 def test_a_closed_bundle_leaves_no_client_to_the_collector(wide_dir, held):
     """Each client of XLA has threads, and a handler may hold the engine until its request ends."""
     gc.collect()

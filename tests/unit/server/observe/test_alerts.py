@@ -316,7 +316,7 @@ def test_objectives_burn_alike_over_all_windows():
 
 
 @needs_promtool
-@pytest.mark.parametrize("interval", cases(["5m", "20m"], others=["1m"]))
+@pytest.mark.parametrize("interval", cases(["5m"], others=["1m", "20m"]))
 def test_alerts_fire_when_they_should_and_only_then(tmp_path, interval):
     cases = [as_test(case) for case in CASES if case.interval == interval]
     run_promtool(tmp_path, interval, cases)

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 from tests import own_decoders
 from tests.decoders import write_random
-from tests.extent import sampled
+from tests.extent import one_in, sampled
 
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.manifest.manifest import Manifest, Program
@@ -130,6 +130,7 @@ def forms(programs):
     }
 
 
+@pytest.mark.thorough
 def test_programs_are_those_of_the_builds_own_process(project, tmp_path, monkeypatch):
     """Though the user's code prints, and reads stdin: neither touches the messages."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -159,6 +160,7 @@ def test_programs_are_those_of_the_builds_own_process(project, tmp_path, monkeyp
 CONTEXTS = {"own": [16, 32], "published": [16]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", sampled(CONTEXTS, lambda kind: kind == "published"))
 def test_a_decoder_is_the_same(project, tmp_path, kind):
     source = 'module = "code_of_crew:nnx_decoder"'
@@ -175,7 +177,7 @@ def test_a_decoder_is_the_same(project, tmp_path, kind):
         assert plan.own.parameters.keys() == known.parameters.keys()
 
 
-@pytest.mark.parametrize("module", ["code_of_crew", "code_of_nobody"])
+@pytest.mark.parametrize("module", one_in(2, ["code_of_crew", "code_of_nobody"]))
 def test_a_mistake_reads_as_in_the_build(project, module):
     """A module that is not there is found before anything is lowered."""
     section = SECTIONS[0].replace("code_of_crew", module)
@@ -201,6 +203,7 @@ def f(x):
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_process_loses_nothing(project, tmp_path):
     flag = str(tmp_path / "was-killed")
     code = DIES.format(condition=f"not os.path.exists({flag!r})", flag=flag)
@@ -211,6 +214,7 @@ def test_a_killed_process_loses_nothing(project, tmp_path):
     assert made.notes.lines[0].endswith(": its process was killed by SIGKILL")
 
 
+@pytest.mark.thorough
 def test_what_kills_two_processes_is_left(project, tmp_path):
     code = DIES.format(condition="x.shape[0] == 5", flag=str(tmp_path / "flag"))
     made = project(code, SECTIONS[0])

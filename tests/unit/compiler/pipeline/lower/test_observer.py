@@ -12,7 +12,7 @@ import threading
 import zipfile
 
 import pytest
-from tests.extent import every_second
+from tests.extent import one_in
 
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
@@ -107,7 +107,7 @@ def packages(tmp_path_factory):
     return tmp_path_factory.mktemp("site-packages")
 
 
-@pytest.mark.parametrize("name", every_second(ASKED))
+@pytest.mark.parametrize("name", one_in(6, ASKED))
 def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, monkeypatch, name):
     made = Project(tmp_path / "p", {"p": "model:f"}, model=ASKING.format(ASKED[name]))
     monkeypatch.syspath_prepend(str(packages))

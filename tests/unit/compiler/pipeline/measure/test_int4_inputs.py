@@ -99,6 +99,7 @@ def divergence(right, found):
     return (np.exp(right) * (right - found)).sum(-1).mean()
 
 
+@pytest.mark.thorough
 def test_what_was_rounded_is_not_rounded_again_and_has_equal_bytes(tmp_path, monkeypatch):
     """An encoder that keeps some matrices in int4 is rounded where bits are chosen, before it is packed."""
     model, checkpoint, _, _ = made(LLAMA, tmp_path / "model")
@@ -116,11 +117,8 @@ def test_what_was_rounded_is_not_rounded_again_and_has_equal_bytes(tmp_path, mon
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [LLAMA, pytest.param(MIXTURE, marks=pytest.mark.thorough)],
-    ids=["llama", "mixture"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
 def test_a_text_takes_nothing_from_what_the_logits_lose(config, tmp_path):
     model, checkpoint, logits, stored = made(config, tmp_path / "model")
     found = rounded(model, checkpoint)
@@ -156,6 +154,7 @@ def test_a_text_without_a_tokenizer_is_refused(tmp_path):
     assert "leave out model.evaluation" in error.value.hint
 
 
+@pytest.mark.thorough
 def test_texts_that_decide_nothing_are_named_and_matrices_that_none_reaches(tmp_path, monkeypatch):
     model, checkpoint, *_ = made(LLAMA, tmp_path / "model")
     none = int4_inputs.round_by(model, checkpoint, 128, None)
@@ -177,6 +176,7 @@ def test_texts_that_decide_nothing_are_named_and_matrices_that_none_reaches(tmp_
     )
 
 
+@pytest.mark.thorough
 def test_a_router_of_as_many_inputs_as_there_are_tokens_is_not_the_head(tmp_path):
     model, checkpoint, *_ = made(MIXTURE, tmp_path / "model")
     shape = dataclasses.replace(model.shape, vocab_size=SIZES["hidden_size"])
@@ -190,6 +190,7 @@ def digest(directory):
     return hashlib.sha256(b"".join(held)).hexdigest()
 
 
+@pytest.mark.thorough
 def test_one_core_and_many_round_to_equal_bytes(tmp_path):
     cpus = os.sched_getaffinity(0)
     if len(cpus) == 1:

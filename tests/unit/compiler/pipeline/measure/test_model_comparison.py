@@ -72,6 +72,7 @@ def gpt2(tmp_path_factory):
     return model, logits
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("begin", "count"), cases([([5, 6], 150)], others=[([], 150), ([5], 1)]))
 def test_a_perplexity_counts_each_token_after_what_begins_the_text(gpt2, begin, count):
     model, logits_of = gpt2

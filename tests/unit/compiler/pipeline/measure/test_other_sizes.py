@@ -155,6 +155,7 @@ def of_places(x, places, valid):
     return masked(x, valid), best, x[places], jax.nn.one_hot(places, 5)
 
 
+@pytest.mark.thorough
 def test_a_right_function_is_built(tmp_path):
     every = {"pad": ["n"], "open_sizes": ["n"]}
     places = ("int32[{n}]", "bool[{n}]")

@@ -91,6 +91,7 @@ def save(path, rows, **changed):
     return str(path)
 
 
+@pytest.mark.thorough
 def test_files_have_arguments_of_their_own_and_must_fit(make, tmp_path):
     files = tuple(save(tmp_path / f"{rows}.npz", rows) for rows in (1, 4))
     path = make(ProgramCheck(files=files))
@@ -148,6 +149,7 @@ def test_mistakes_of_a_manifest_are_named(tmp_path):
         assert problem in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_manifest_names_a_function_of_its_own_module(tmp_path, build_cache):
     (tmp_path / "model.py").write_text("def score(x):\n    return x * 2\n")
     (tmp_path / "expected.py").write_text("def double(x):\n    return x + x\n")

@@ -182,6 +182,7 @@ def test_files_that_look_alike_have_weights_of_their_own(tmp_path, monkeypatch):
     assert first.digest != other.digest == packed(manifest, tmp_path / "fresh")[1].digest
 
 
+@pytest.mark.thorough
 def test_an_encoder_whose_bits_are_measured_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_files, "SETTLED_SECONDS", 1e9)  # no receipts
     write_encoder(tmp_path / "model")
