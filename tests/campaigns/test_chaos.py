@@ -252,6 +252,7 @@ def test_a_command_that_breaks_at_any_call_leaves_nothing_wrong(campaign, scenar
     campaign.check(scenario, AT_CALLS, tried[:EXAMPLES], calls)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", TIMED)
 def test_a_command_killed_at_any_time_leaves_nothing_wrong(campaign, scenario):
     started = time.monotonic()

@@ -112,6 +112,7 @@ def test_positions(campaign, tmp_path):
     try_in_workers(campaign, "positions", [*numbers(count)][::step], tmp_path)
 
 
+@pytest.mark.thorough
 def test_random(campaign, tmp_path):
     try_in_workers(campaign, "random", [*numbers(EXAMPLES)], tmp_path)
 

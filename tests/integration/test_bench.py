@@ -6,6 +6,8 @@ import pytest
 
 from prejit.runtime.__main__ import main
 
+pytestmark = pytest.mark.thorough
+
 
 def bench(*arguments, out, status=0, runs=3):
     """What `bench -o` writes. With fewer than three runs no time is compared."""
@@ -41,7 +43,6 @@ def test_everything_of_a_decoder_is_measured(baseline):
     assert baseline["comparison"] is None
 
 
-@pytest.mark.thorough
 def test_a_slower_bundle_fails(decoder_dir, baseline, tmp_path, capsys):
     file, page, told = tmp_path / "b.json", tmp_path / "p.html", tmp_path / "told.json"
     # 1,000 %: what is tested is not how quiet this machine is.
@@ -70,7 +71,6 @@ def test_a_slower_bundle_fails(decoder_dir, baseline, tmp_path, capsys):
     assert [d["name"] for d in comparison["deltas"] if d["verdict"] == "worse"] == [quick]
 
 
-@pytest.mark.thorough
 def test_an_encoder_is_measured_by_shape_and_with_mixed_sentences(encoder_dir, tmp_path):
     found = bench(encoder_dir, out=tmp_path / "b.json", runs=1)["rows"]
     rows = {row["name"]: row for row in found if row["group"] == "encode"}

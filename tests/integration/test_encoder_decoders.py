@@ -95,6 +95,7 @@ def test_a_bundle_writes_what_torch_wrote(case, request):
     assert [piece.token_id for piece in streamed] == wanted[0]
 
 
+@pytest.mark.thorough
 def test_an_engine_reads_the_sources_of_many_callers(translator):
     """More than it has slots for: they join and leave beside each other."""
     engine = Engine(translator)
@@ -109,6 +110,7 @@ def test_an_engine_reads_the_sources_of_many_callers(translator):
     engine.close()
 
 
+@pytest.mark.thorough
 def test_a_text_begins_by_itself_and_a_source_may_be_short(translator):
     options = {"source": requests(T5)[0][1][:5], "max_new_tokens": 6}
     began = translator.generate(**options)
@@ -119,6 +121,7 @@ def test_a_text_begins_by_itself_and_a_source_may_be_short(translator):
     assert one.token_ids != two.token_ids
 
 
+@pytest.mark.thorough
 def test_a_wrong_source_is_told(translator, transcriber):
     wrong = [
         (translator, None, "source: expected what the model is to read, found none"),

@@ -15,6 +15,8 @@ from prejit.compiler.targets.installing import find_uv, make_environment
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.errors import BuildError, NetworkError
 
+pytestmark = pytest.mark.thorough
+
 JAX = "0.10.99"
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 PINNED = tuple(f"{name}=={JAX}" for name in PACKAGES)
@@ -90,7 +92,6 @@ def start_maker():
     )
 
 
-@pytest.mark.thorough
 def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(offline, monkeypatch):
     monkeypatch.setenv("PIP_TARGET", str(offline / "elsewhere"))  # would install nothing into it
     makers = [start_maker() for _ in range(2)]
@@ -120,7 +121,6 @@ def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(of
     assert by_pip.versions == found.versions == second.versions
 
 
-@pytest.mark.thorough
 def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline):
     path = offline / wanted().key
     maker = start_maker()
@@ -146,12 +146,10 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
         pytest.param(
             *(JAX, ("jaxlib<0.10",), {}, BuildError),
             *("the target's constraints exclude each other", "constraints"),
-            marks=pytest.mark.thorough,
         ),
         pytest.param(
             *(JAX, (), {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}),
             *(NetworkError, f"pip cannot fetch jax=={JAX}", "PIP_FIND_LINKS"),
-            marks=pytest.mark.thorough,
         ),
         (
             *("0.10.98", ("numpy<9",), {}, BuildError),

@@ -13,6 +13,8 @@ import prejit.compiler
 import prejit.runtime
 from prejit.compiler import Encode, Manifest, Model
 
+pytestmark = pytest.mark.thorough
+
 BUCKETS = {"batch": (1,), "prompt": (4,), "context": (24,)}
 KINDS, PARTS = {"prefill", "decode", "verify", "copy"}, {"embed", "layer", "pool"}
 
@@ -48,7 +50,6 @@ def checked(request, built, tmp_path, build_cache):
     return prejit.compiler.build(manifest, tmp_path, cache=build_cache, quiet=True).path
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("checked", ["decoder", "packed"], indirect=True)
 def test_the_portable_programs_give_another_answer(checked, no_warnings_of_fallback):
     """They compute what is no result in another way: such as tokens of no sentence."""
@@ -61,7 +62,6 @@ def test_the_portable_programs_give_another_answer(checked, no_warnings_of_fallb
     assert max(each.share for each in answers) < 0.5
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("without", cases(["h.1.attn.c_proj.bias"], others=["ln_f.bias"]))
 def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
     without, model, built, tmp_path, make_decoder

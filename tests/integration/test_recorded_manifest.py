@@ -11,6 +11,8 @@ import pytest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import load
 
+pytestmark = pytest.mark.thorough
+
 IMPORTED = """
 from typing import Any, NamedTuple
 
@@ -201,7 +203,6 @@ def module_of(recorded):
 
 
 # flax warns who reads a Param by the name that it has in its pytree.
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:'.value' access is now deprecated:DeprecationWarning")
 def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
     sections = {each.name: each for each in read_manifest(recorded).programs}
@@ -226,7 +227,6 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=shape)
 
 
-@pytest.mark.thorough
 def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
     recorded, run, tmp_path
 ):
@@ -313,7 +313,6 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path
         assert f"left out jit_{name} {why}" in said
 
 
-@pytest.mark.thorough
 def test_a_program_of_64_bits_says_what_its_build_needs(run, tmp_path):
     manifest, said = record(run, tmp_path, WIDE)
     assert "build it with JAX_ENABLE_X64=1" in said

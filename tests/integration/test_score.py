@@ -6,6 +6,8 @@ from tests.encoders import write_scorer
 
 from prejit.runtime import ContextError, TruncationWarning, UsageError, load
 
+pytestmark = pytest.mark.thorough
+
 QUERY = "a b"
 LONG = "a b c d e f g h i j k l m n o p q r s t"
 DOCUMENTS = ["b c", "q r s t", "a", LONG]

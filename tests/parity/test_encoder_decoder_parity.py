@@ -33,7 +33,7 @@ CASES = tuple(case for kind in KINDS for case in kind.cases())
 
 
 def named(*cases: Any) -> Any:
-    return pytest.mark.parametrize("case", one_in(3, cases), ids=lambda case: case.name)
+    return pytest.mark.parametrize("case", one_in(6, cases), ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")

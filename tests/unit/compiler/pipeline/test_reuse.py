@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
@@ -97,6 +98,7 @@ def begin_build(directory, store):
     return executor, taken
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(3, 60))
 @given(st.lists(PROJECTS, min_size=2, max_size=3))
 def test_a_build_does_what_the_plan_said(projects):

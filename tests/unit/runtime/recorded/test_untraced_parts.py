@@ -168,6 +168,7 @@ LIKE = (
 )
 
 
+@pytest.mark.thorough
 def test_jaxprs_with_one_text_are_lowered_alike():
     """And a jaxpr that is traced anew has the text that it had."""
 
