@@ -25,7 +25,6 @@ BATCH_FUNCTIONS = min(25, BATCH_CHECKS // 200)
 pytestmark = pytest.mark.timeout(900 + CHECKS)
 
 
-@pytest.mark.thorough
 def test_every_way_answers_as_jax_does_or_refuses():
     batches = []
     done = 0  # a batch may end before it has all of its checks

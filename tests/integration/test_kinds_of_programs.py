@@ -387,7 +387,6 @@ def state_bundle(tmp_path_factory, build_cache):
     return build(programs, output, name="state", cache=build_cache, quiet=True).path
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", STATE)
 def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
     make, reason = STATE[name]

@@ -12,8 +12,6 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from tests.campaigns.loads import BY_CODE, sign_all
 
-pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = 30
 

@@ -10,8 +10,6 @@ from prejit.runtime.base.files import digest_of
 
 from .conftest import functions_manifest
 
-pytestmark = pytest.mark.thorough
-
 CODE = """
 import os, sys
 import jax, jax.numpy as jnp
