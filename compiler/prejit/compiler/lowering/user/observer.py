@@ -102,12 +102,15 @@ class Observer:
                 complete = complete and name not in self._before
                 inputs.add(Input("module", name))
         inputs |= {Input("version of", each) for each in _distributions(packages)}
+        owned = owners_of_packages(tuple(sys.path)) if packages else {}
+        copied = sorted(packages - owned.keys() - {"prejit", *sys.stdlib_module_names})
+        trouble = self._trouble or "".join(f"no package has {each}" for each in copied[:1])
         files = {
             Input("module", module): portable_path(os.path.abspath(file), self._directory)
             for file, module in self._modules.items()
         }
         digests = {each: self._digests[each] for each in inputs & self._digests.keys()}
-        return Seen(frozenset(inputs), digests, files, self._trouble, self._hidden, complete)
+        return Seen(frozenset(inputs), digests, files, trouble, self._hidden, complete)
 
     # The hooks in `observing` call these.
 
@@ -296,7 +299,9 @@ def canonical(distribution: str) -> str:
 def owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
     """Return the distributions that provide each package on `sys.path`."""
     del path
-    return metadata.packages_distributions()
+    found = metadata.packages_distributions()  # a damaged installation has no name
+    named = {package: [each for each in names if each] for package, names in found.items()}
+    return {package: names for package, names in named.items() if names}
 
 
 def _distributions(packages: Iterable[str]) -> set[str]:

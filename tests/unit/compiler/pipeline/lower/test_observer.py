@@ -208,6 +208,20 @@ def test_another_version_or_the_same_installed_again_is_noticed(tmp_path, instal
     assert found.trace() == {"p"}
 
 
+@pytest.mark.filterwarnings("ignore:Implicit None:DeprecationWarning")
+def test_code_copied_beside_packages_has_no_version_and_is_traced_at_every_build(
+    tmp_path, monkeypatch
+):
+    packages = tmp_path / "site-packages"
+    packages.joinpath("damaged-1.dist-info").mkdir(parents=True)
+    packages.joinpath("damaged-1.dist-info", "top_level.txt").write_text("toycopied\n")
+    packages.joinpath("toycopied.py").write_text(TWO)
+    monkeypatch.syspath_prepend(str(packages))
+    found = project(tmp_path, times("FACTOR", "from toycopied import FACTOR"))
+    assert found.trace() == {"p"}
+    assert "no package has toycopied" in found.notes[-1]
+
+
 def test_a_variable_is_always_noticed(tmp_path, monkeypatch):
     """Python 3.13 counts the changes of a class, and notices no more than a thousand."""
     noted = list[str]()
