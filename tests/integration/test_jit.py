@@ -6,7 +6,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -332,7 +332,7 @@ def test_functions_without_a_name_are_compared_by_what_they_are_made_of(events, 
     assert jitted.stats().traced == ("renewed",)
     assert found.apply is not state.apply
     same(found.params, jax.jit(renewed)(state, x).params)
-    changed = strict(lambda state, x: x, name="renewed")
+    changed = strict(wraps(renewed)(lambda state, x: x), name="renewed")
     with pytest.raises(UsageError, match="it has changed since the build"):
         changed(state, x)
 

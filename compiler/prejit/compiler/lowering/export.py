@@ -150,6 +150,7 @@ class LoweredProgram:
         state: the state of a function of the user, as `bundle_schema.ProgramEntry` has it.
         search_path: portable paths of the directories before and behind `sys.path` in which its modules were
             found; None: it is no function that `jit` takes.
+        modules: names of the modules of the function and of what it holds, sorted.
         narrowed: the arguments that jax takes for narrower ones than the manifest gives, in words.
         trials: lowers the function at other sizes; empty: it has none, or they are not to be compared.
     """
@@ -170,6 +171,7 @@ class LoweredProgram:
     settings: dict[str, str] | None = None
     state: dict[str, str] | None = None
     search_path: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    modules: tuple[str, ...] = ()
     narrowed: tuple[str, ...] = ()
     trials: Callable[[], tuple[SizedTrial, ...]] = tuple
 

@@ -102,6 +102,7 @@ class Lowered:
         settings, state: as `bundle_schema.ProgramEntry` has them.
         search_path: portable paths of the directories before and behind `sys.path` in which a function's
             modules were found; None: `jit` does not take it.
+        modules: names of the modules of the function and of what it holds, sorted.
         trials: the user's function at sizes for which the program is compared with it.
     """
 
@@ -123,6 +124,7 @@ class Lowered:
     settings: dict[str, str] | None = None
     state: dict[str, str] | None = None
     search_path: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    modules: tuple[str, ...] = ()
     trials: tuple[StoredTrial, ...] = ()
 
     @property

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib import metadata
-from importlib.util import find_spec
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 from prejit.runtime.base.files import digest_of
@@ -20,18 +20,22 @@ from prejit.runtime.format.constants import Constant
 
 MODULE, PACKAGE = "module ", "package "
 """What the place of a module and of a distribution begins with."""
-_SCRIPTS = ("__main__", "__mp_main__")  # the second one is what multiprocessing calls it
+SCRIPTS = ("__main__", "__mp_main__")  # the second one is what multiprocessing calls it
 
 
-def module_name(module: object) -> str:
-    """Return the name by which other processes import a module: that of its file, where it is a script."""
-    if module not in _SCRIPTS:
+def module_name(module: object, variables: Mapping[str, Any] | None = None) -> str:
+    """Return the name by which other processes import a module: that of its file, where it is a script.
+
+    `variables` are those of a function of it: a profiler's scripts are not in sys.modules.
+    """
+    if module not in SCRIPTS:
         return str(module)
-    spec = getattr(sys.modules[str(module)], "__spec__", None)
-    if spec is not None:  # python -m
-        return str(spec.name.removesuffix(".__main__"))
-    file = getattr(sys.modules[str(module)], "__file__", None) or str(module)
-    return file.rpartition("/")[2].removesuffix(".py")
+    if variables is None or variables.get("__name__") != module:
+        variables = vars(sys.modules[str(module)])
+    name = getattr(variables.get("__spec__"), "name", "__main__")
+    if name != "__main__":  # python -m
+        return str(name)
+    return (variables.get("__file__") or str(module)).rpartition("/")[2].removesuffix(".py")
 
 
 def sources(places: Iterable[str]) -> dict[str, Constant]:
@@ -47,14 +51,32 @@ def sources(places: Iterable[str]) -> dict[str, Constant]:
     return found
 
 
+def loaded(name: str) -> Any:
+    """Return a module or script that is imported, by the name of its file; None: it is not."""
+    scripts = (each for each in SCRIPTS if each in sys.modules and module_name(each) == name)
+    return sys.modules.get(name) or sys.modules.get(next(scripts, ""))
+
+
 def _source(name: str) -> bytes:
     """Return the source of a module, which need not be imported."""
-    scripts = (each for each in _SCRIPTS if each in sys.modules and module_name(each) == name)
-    module: Any = sys.modules.get(name) or sys.modules.get(next(scripts, ""))
+    module = loaded(name)
     if module is None:
-        spec: Any = find_spec(name)
+        spec = _spec(name)
         return bytes(spec.loader.get_data(spec.origin))
-    return bytes(module.__loader__.get_data(module.__file__))
+    file, loader = module.__file__, module.__loader__
+    return Path(file).read_bytes() if loader is None else bytes(loader.get_data(file))
+
+
+def _spec(name: str) -> Any:
+    """Return where Python would find a module. No code of a package runs."""
+    package = name.rpartition(".")[0]
+    places = None
+    if package:
+        found: Any = sys.modules[package].__spec__ if package in sys.modules else _spec(package)
+        if found.origin is None:  # a namespace package, which has no code
+            import_module(package)
+        places = found.submodule_search_locations
+    return next(filter(None, (each.find_spec(name, places) for each in sys.meta_path)))
 
 
 def own_source(function: types.FunctionType) -> dict[str, Any]:

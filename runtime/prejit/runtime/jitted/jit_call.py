@@ -215,6 +215,8 @@ def function_state(function: Callable[..., Any], bound: Iterable[str]) -> dict[s
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         found |= {f"closure {n}": c.cell_contents for n, c in cells if c != types.CellType()}
         found |= function_sources.own_source(function)
+        module = function_sources.module_name(function.__module__, function.__globals__)
+        found["function"] = f"{module}:{function.__qualname__}"
         if not defaults:  # of a wrapper, whose signature is that of the function inside
             own = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
             found |= {name: value for name, value in own.items() if value}
@@ -228,6 +230,8 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
     found = function_state(function, {*bound, *(program.static or ())})
     built = {name: constants.parse(json.loads(text)) for name, text in program.state.items()}
     found |= function_sources.sources(built)
+    if "function" not in built:  # a bundle of an older prejit
+        found.pop("function", None)
     for name in {**built, **found}:
         if name in built and name in found and constants.same(built[name], found[name]):
             continue

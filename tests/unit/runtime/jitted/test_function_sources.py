@@ -69,7 +69,8 @@ def test_a_function_without_a_file_is_compared_by_its_code(edited):
 
 def test_what_changes_nothing_is_equal():
     assert state(f"# a comment\n{CELLS}".replace("unread = 1", "unread = 2")) == state(CELLS)
-    assert state(CELLS, __file__="cells.py") == {"default by": 3}  # its file is compared
+    own = {"default by": 3, "function": "cells:step"}
+    assert state(CELLS, __file__="cells.py") == own  # its file is compared
 
 
 def test_modules_and_packages_that_are_not_there_are_left_out():
@@ -96,7 +97,11 @@ def test_a_module_that_is_not_imported_is_found(tmp_path, monkeypatch):
             {"__spec__": types.SimpleNamespace(name="app.train"), "__file__": "train.py"},
             "app.train",
         ),
-        ({"__spec__": types.SimpleNamespace(name="app.__main__")}, "app"),
+        ({"__spec__": types.SimpleNamespace(name="app.__main__")}, "app.__main__"),
+        (  # a directory, a zip file or cProfile
+            {"__spec__": types.SimpleNamespace(name="__main__"), "__file__": "/srv/train.v2.py"},
+            "train.v2",
+        ),
         ({"__spec__": None}, "__main__"),
     ],
 )

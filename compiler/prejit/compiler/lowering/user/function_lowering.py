@@ -31,6 +31,7 @@ from prejit.compiler.lowering.user.found_function import UserFunction
 from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
+from prejit.compiler.lowering.user.source_modules import modules_of
 from prejit.compiler.lowering.user.trace_inputs import is_installed
 from prejit.compiler.lowering.user.traced_primitives import (
     CALLBACKS,
@@ -195,6 +196,11 @@ def lower_function(
                 found.append(SizedTrial(sizes, padded, at_size.mlir_module_serialized))
         return tuple(found)
 
+    with user.modules.in_use():
+        held = (user.function, example.value, tuple(spec.static.values()))
+        modules = modules_of(held, source_files(jaxpr, below=__file__))
+    if isinstance(program.fn, str):
+        modules = tuple(sorted({program.fn.partition(":")[0], *modules}))
     return LoweredProgram(
         portable,
         exported.platforms,
@@ -209,6 +215,7 @@ def lower_function(
         settings=settings,
         state=_state(user, example.value, spec) or None,
         search_path=None if user.parameters is None else user.modules.search_path(),
+        modules=modules,
         narrowed=user.narrowed(spec.bucket, f"{section}: args"),
         trials=trials if mesh is None and "cpu" in exported.platforms else tuple,
     )

@@ -6,12 +6,14 @@ Nothing is imported: a kept trace is used again in a process that never had its 
 from __future__ import annotations
 
 import ast
-import functools
+import gc
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from prejit.compiler.base import python_source
@@ -25,58 +27,124 @@ from prejit.compiler.lowering.user.trace_inputs import (
 )
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format import constants
-from prejit.runtime.jitted.function_sources import MODULE, PACKAGE, module_name
+from prejit.runtime.jitted.function_sources import (
+    MODULE,
+    PACKAGE,
+    loaded,
+    module_name,
+)
 
-_NAMED = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_<]")
-"""The module of a function or class in the text of a constant or tree."""
+_MOST_OBJECTS = 100_000
+"""Where a walk ends: something holds half of the process."""
 
 
-def modules_of(function: str | Callable[..., Any], texts: Iterable[str]) -> frozenset[str]:
-    """Return the names of the modules of a function and of its constants.
+def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names of the modules of the functions and classes in an object, at any depth, sorted.
 
-    Args:
-        function: the function itself, or `module:name`.
-        texts: the constants and trees that belong to it, as text.
+    Of functions without a file, as of a notebook, what they read counts. `files` are sources whose modules
+    count too.
     """
-    named = {name for text in texts for name in _NAMED.findall(text)}
-    if isinstance(function, str):
-        return frozenset({function.partition(":")[0], *named})
-    inner: Any = function
-    while inner is not None:
-        own = getattr(inner, "__globals__", {}).get(
-            "__name__"
-        )  # a wrapper's `__module__` is another one's
-        named |= {module_name(each) for each in (inner.__module__, own) if each}
-        is_partial = isinstance(inner, functools.partial)
-        inner = inner.func if is_partial else getattr(inner, "__wrapped__", None)
-    return frozenset(named)
+    names = {
+        name for name, each in [*sys.modules.items()] if getattr(each, "__file__", None) in files
+    }
+    seen, waiting = dict[int, object](), [given]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        each: Any = waiting.pop()
+        kind = type(each)
+        if id(each) in seen or kind in (str, int, float, bool, bytes, type(None)):
+            continue
+        seen[id(each)] = each
+        if issubclass(kind, types.ModuleType):
+            names.add(each.__name__)
+        elif issubclass(kind, type):
+            for base in each.__mro__:
+                if _has_file(base.__module__):
+                    names.add(base.__module__)
+                elif not constants.is_told(base.__module__):
+                    waiting += vars(base).values()
+        elif kind is types.FunctionType:
+            known = each.__globals__
+            names |= set(filter(_has_file, [each.__module__]))
+            if "__file__" in known:
+                names.add(module_name(known.get("__name__"), known))
+            else:
+                read = constants.names_of(each.__code__)
+                names |= read & sys.modules.keys()  # imports in it
+                waiting += [known[name] for name in read & known.keys()]
+            apart = (known, each.__builtins__)
+            waiting += [
+                held for held in gc.get_referents(each) if all(held is not a for a in apart)
+            ]
+        else:
+            waiting += [kind, *gc.get_referents(each)]
+    return tuple(sorted(map(module_name, names)))
 
 
-def sources_of(of: Iterable[str], present: Present) -> dict[str, str]:
-    """Return what the code of modules comes from, as `function_sources.sources` finds it at a call."""
-    waiting = [*of]
+def _has_file(module: str | None) -> bool:
+    return hasattr(sys.modules.get(str(module)), "__file__")
+
+
+def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[str, str]:
+    """Return what the code of modules comes from, as `function_sources.sources` finds it at a call.
+
+    A module that nobody finds has no digest: its functions are a miss. `is_loaded`: modules of this process
+    are those of the functions.
+    """
+    roots = {*of}
+    waiting = [*roots]
     modules, packages = dict[str, str](), set[str]()
     while waiting:
         name = waiting.pop()
-        parent = name.rpartition(".")[0]
+        parent, top = name.rpartition(".")[0], name.partition(".")[0]
         waiting += [parent] if parent else []
-        spec = present.spec(name)
-        if name in modules or spec is None or not spec.has_location or spec.origin is None:
+        if name in modules:
+            continue
+        spec = (_spec_of(loaded(name)) if is_loaded else None) or present.spec(name)
+        if spec is None and name in roots and not constants.is_told(name) and not present.spec(top):
+            modules[name] = ""
+        if spec is None or not spec.has_location or spec.origin is None:
             continue
         file = os.path.abspath(spec.origin)
-        if not is_installed(file):
+        if not is_installed(file) or not (
+            is_standard(file) or is_ours(file) or constants.is_told(name) or _is_of_index(top)
+        ):
             content = read_source(spec)
             modules[name] = digest_of(content)
             package = name if spec.submodule_search_locations is not None else parent
             waiting += _imports(content, package)
         elif not (is_standard(file) or is_ours(file) or constants.is_told(name)):
-            packages.add(name.partition(".")[0])
-    owners = owners_of_packages(tuple(sys.path)) if packages else {}
-    distributions = {each for package in packages for each in owners.get(package, ())}
+            packages.add(top)
+    distributions = {each for package in packages for each in _owners(package)}
     return {
         **{f"{MODULE}{name}": modules[name] for name in sorted(modules)},
         **{f"{PACKAGE}{name}": metadata.version(name) for name in sorted(distributions)},
     }
+
+
+def _spec_of(module: Any) -> ModuleSpec | None:
+    """Return the spec of a module as it runs: a script has another name in its own one."""
+    if getattr(module, "__file__", None) is None:
+        return None
+    spec = ModuleSpec(
+        module.__name__,
+        getattr(module, "__loader__", None),
+        origin=module.__file__,
+        is_package=hasattr(module, "__path__"),
+    )
+    spec.has_location = True
+    return spec
+
+
+def _owners(package: str) -> Sequence[str]:
+    return owners_of_packages(tuple(sys.path)).get(package, ())
+
+
+@cache
+def _is_of_index(package: str) -> bool:
+    """Return whether the version of a package tells its code: not where it was installed from a directory."""
+    owners = _owners(package)
+    local = (metadata.distribution(each).read_text("direct_url.json") for each in owners)
+    return bool(owners) and not any(local)
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
@@ -86,7 +154,13 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
     except (SyntaxError, ValueError):  # a library of machine code
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+            if called in ("import_module", "__import__") and given:
+                name, *beside = given
+                yield (*beside, package)[0] + name if name.startswith(".") else name
+        elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,11 @@ def count_operations(traced: ClosedJaxpr) -> int:
     return sum(1 for _ in equations(traced.jaxpr))
 
 
-def source_files(traced: ClosedJaxpr) -> set[str]:
-    """Return the files of all code that made the operations of a traced function."""
+def source_files(traced: ClosedJaxpr, below: str = "") -> set[str]:
+    """Return the files of all code, called by that of the file `below`, that made a trace's operations."""
     tracebacks = {id(t): t for e in equations(traced.jaxpr) if (t := e.source_info.traceback)}
-    codes = {id(code): code for each in tracebacks.values() for code in each.raw_frames()[0]}
-    return {code.co_filename for code in codes.values()}
+    stacks = [[code.co_filename for code in each.raw_frames()[0]] for each in tracebacks.values()]
+    return {file for stack in stacks for file in takewhile(lambda file: file != below, stack)}
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:

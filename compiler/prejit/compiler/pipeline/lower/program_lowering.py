@@ -337,6 +337,7 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         settings=program.settings,
         state=program.state,
         search_path=program.search_path,
+        modules=program.modules,
         trials=tuple(
             StoredTrial({**each.sizes}, each.padded, store.put_blob(each.portable))
             for each in program.trials()

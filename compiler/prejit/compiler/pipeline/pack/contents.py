@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.lowering.user.source_modules import modules_of, sources_of
+from prejit.compiler.lowering.user.source_modules import sources_of
 from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.image_processing import MATCHING
@@ -110,20 +110,12 @@ def pack_targets(
 
     shared = (*layers, portable)
     present = cache(partial(Present, plan.manifest.directory))
-    found = cache(lambda path, modules: sources_of(modules, present(*path)))
+    is_loaded = plan.manifest.path is None
+    found = cache(lambda path, modules: sources_of(modules, present(*path), is_loaded=is_loaded))
 
     def sources(program: Submitted) -> Mapping[str, str]:
-        spec, lowered = program.spec, program.lowered
-        if lowered.search_path is None:
-            return {}
-        static = spec.static.values()
-        texts = [constants.dumps(constants.plain(constants.encode(each))) for each in static]
-        texts += [
-            *(lowered.state or {}).values(),
-            str(lowered.arguments_tree),
-            str(lowered.results_tree),
-        ]
-        return found(lowered.search_path, modules_of(plan.manifest.section(spec.section).fn, texts))
+        lowered = program.lowered
+        return {} if lowered.search_path is None else found(lowered.search_path, lowered.modules)
 
     return tuple(map(packed, targets))
 
