@@ -444,8 +444,12 @@ def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_c
     assert again.digest == bundle.digest
     source = {"module held": json.dumps(digest_of(HELD.encode()))}
     assert [each.state for each in bundle.config.programs] == [
-        {"closure rate": '["float","0x1.0000000000000p-1"]', **source},
-        {"default k": '["float","0x1.0000000000000p+1"]', **source},
+        {
+            "closure rate": '["float","0x1.0000000000000p-1"]',
+            "function": '"held:make.<locals>.step"',
+            **source,
+        },
+        {"default k": '["float","0x1.0000000000000p+1"]', "function": '"held:scaled"', **source},
     ]
     monkeypatch.syspath_prepend(tmp_path)
     held = importlib.import_module("held")

@@ -217,8 +217,9 @@ def test_code_copied_beside_packages_has_no_version_and_is_traced_at_every_build
     packages.joinpath("damaged-1.dist-info", "top_level.txt").write_text("toycopied\n")
     packages.joinpath("toycopied.py").write_text(TWO)
     monkeypatch.syspath_prepend(str(packages))
-    found = project(tmp_path, times("FACTOR", "from toycopied import FACTOR"))
-    assert found.trace() == {"p"}
+    code = times("FACTOR", "from toycopied import FACTOR")
+    found = Project(tmp_path / "p", {"p": "model:f"}, model=code)
+    assert found.trace() == found.trace() == {"p"}
     assert "no package has toycopied" in found.notes[-1]
 
 
