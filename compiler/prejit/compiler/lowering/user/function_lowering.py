@@ -36,6 +36,7 @@ from prejit.compiler.lowering.user.trace_inputs import is_installed
 from prejit.compiler.lowering.user.traced_primitives import (
     CALLBACKS,
     PALLAS,
+    called_files,
     count_operations,
     find_calls,
     source_files,
@@ -198,7 +199,7 @@ def lower_function(
 
     with user.modules.in_use():
         held = (user.function, example.value, tuple(spec.static.values()))
-        modules = modules_of(held, source_files(jaxpr, below=__file__))
+        modules = modules_of(held, called_files(jaxpr, __file__))
     if isinstance(program.fn, str):
         modules = tuple(sorted({program.fn.partition(":")[0], *modules}))
     return LoweredProgram(

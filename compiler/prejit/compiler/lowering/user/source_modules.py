@@ -6,12 +6,11 @@ Nothing is imported: a kept trace is used again in a process that never had its 
 from __future__ import annotations
 
 import ast
-import gc
+import functools
 import os
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -71,13 +70,44 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
                 read = constants.names_of(each.__code__)
                 names |= read & sys.modules.keys()  # imports in it
                 waiting += [known[name] for name in read & known.keys()]
-            apart = (known, each.__builtins__)
-            waiting += [
-                held for held in gc.get_referents(each) if all(held is not a for a in apart)
-            ]
+            waiting += _held(each)
         else:
-            waiting += [kind, *gc.get_referents(each)]
+            waiting += [kind, *_held(each)]
     return tuple(sorted(map(module_name, names)))
+
+
+def _held(value: Any) -> list[Any]:
+    """Return what an object holds of the application; what jax keeps of calls so far is none of it."""
+    match value:
+        case list() | tuple() | set() | frozenset():
+            return [*value]
+        case dict():
+            return [*value, *value.values()]
+        case types.MethodType():
+            return [value.__func__, value.__self__]
+        case functools.partial():
+            return [value.func, value.args, value.keywords]
+        case types.FunctionType():
+            cells = (each for each in value.__closure__ or () if each != types.CellType())
+            return [
+                value.__defaults__,
+                value.__kwdefaults__,
+                vars(value),
+                *(c.cell_contents for c in cells),
+            ]
+        case staticmethod() | classmethod():
+            return [value.__func__]
+        case property():
+            return [value.fget]
+    wrapped = getattr(value, "__wrapped__", None)
+    if wrapped is None and constants.is_told(type(value).__module__):
+        return []
+    slots = (name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()))
+    return [
+        wrapped,
+        getattr(value, "__dict__", None),
+        *(getattr(value, name, None) for name in slots),
+    ]
 
 
 def _has_file(module: str | None) -> bool:
@@ -139,7 +169,7 @@ def _owners(package: str) -> Sequence[str]:
     return owners_of_packages(tuple(sys.path)).get(package, ())
 
 
-@cache
+@functools.cache
 def _is_of_index(package: str) -> bool:
     """Return whether the version of a package tells its code: not where it was installed from a directory."""
     owners = _owners(package)

@@ -52,11 +52,21 @@ def count_operations(traced: ClosedJaxpr) -> int:
     return sum(1 for _ in equations(traced.jaxpr))
 
 
-def source_files(traced: ClosedJaxpr, below: str = "") -> set[str]:
-    """Return the files of all code, called by that of the file `below`, that made a trace's operations."""
+def source_files(traced: ClosedJaxpr) -> set[str]:
+    """Return the files of all code that made the operations of a traced function."""
     tracebacks = {id(t): t for e in equations(traced.jaxpr) if (t := e.source_info.traceback)}
-    stacks = [[code.co_filename for code in each.raw_frames()[0]] for each in tracebacks.values()]
-    return {file for stack in stacks for file in takewhile(lambda file: file != below, stack)}
+    codes = {id(code): code for each in tracebacks.values() for code in each.raw_frames()[0]}
+    return {code.co_filename for code in codes.values()}
+
+
+def called_files(traced: ClosedJaxpr, caller: str) -> set[str]:
+    """Return the files of the code, called by that of the file `caller`, that made a trace's own operations.
+
+    jax may have traced the functions inside of it before, for another caller.
+    """
+    tracebacks = (each.source_info.traceback for each in traced.jaxpr.eqns)
+    stacks = [[code.co_filename for code in each.raw_frames()[0]] for each in tracebacks if each]
+    return {file for stack in stacks for file in takewhile(lambda file: file != caller, stack)}
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
