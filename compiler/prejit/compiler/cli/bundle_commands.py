@@ -89,7 +89,7 @@ def bench(
     from prejit.compiler.bench.bench_page import bench_page, notes, regression, text
     from prejit.compiler.bench.bench_report import read
     from prejit.compiler.bench.measure import Setup, judge
-    from prejit.runtime.cli.bundle_loading import load_bundle
+    from prejit.runtime.cli.bundle_references import load_bundle
 
     check_one({"--baseline": baseline, "--against": against})
     earlier = read(baseline) if baseline is not None else None

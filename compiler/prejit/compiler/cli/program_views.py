@@ -13,7 +13,7 @@ from prejit.compiler.comparing.difference import read_bundle
 from prejit.compiler.comparing.program_texts import find_program, find_target
 from prejit.compiler.comparing.roofline import ProgramCost, RooflineRow, costs, run_times
 from prejit.runtime.base.wording import size, table
-from prejit.runtime.cli.bundle_loading import load_bundle
+from prejit.runtime.cli.bundle_references import load_bundle
 from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import UsageError
 

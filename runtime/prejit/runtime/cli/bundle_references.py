@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from prejit.runtime.base.process_facts import policy_paths
-from prejit.runtime.cli.output import progress
+from prejit.runtime.cli.output import progress, warnings_on_stderr
 from prejit.runtime.format.layout import Layout, LayoutFiles
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.reference import is_reference, parse_reference
 
 if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
     from prejit.runtime.ship.shipping import Report, TransferProgress
 
 
@@ -84,3 +85,19 @@ def reporting(show: Callable[[str], None]) -> Report:
         )
 
     return report
+
+
+def load_bundle(path: str, on_mismatch: Literal["jit", "error"], fingerprint: str | None) -> Bundle:
+    """Load a bundle for this machine, or for the one whose fingerprint is in a file.
+
+    Raises:
+        MismatchError, RejectError, StoreError, UsageError: see `prejit.runtime.load`.
+    """
+    from prejit.runtime.loader import load
+
+    with warnings_on_stderr():
+        machine = None if fingerprint is None else Fingerprint.read(fingerprint)
+        with progress() as show:
+            return load(
+                path, on_mismatch=on_mismatch, fingerprint=machine, on_transfer=reporting(show)
+            )

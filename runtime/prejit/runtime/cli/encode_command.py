@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 
 from prejit.runtime.base.process_facts import seconds_since_exec
-from prejit.runtime.cli.bundle_loading import load_bundle
+from prejit.runtime.cli.bundle_references import load_bundle
 from prejit.runtime.cli.command_options import BUNDLE, CHECK_FINITE, JSON, STATS, loads
 from prejit.runtime.cli.output import print_json, print_start, print_text, warnings_on_stderr
 

@@ -230,8 +230,6 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
     found = function_state(function, {*bound, *(program.static or ())})
     built = {name: constants.parse(json.loads(text)) for name, text in program.state.items()}
     found |= function_sources.sources(built)
-    if "function" not in built:  # a bundle of an older prejit
-        found.pop("function", None)
     for name in {**built, **found}:
         if name in built and name in found and constants.same(built[name], found[name]):
             continue

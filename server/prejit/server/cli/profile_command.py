@@ -149,7 +149,7 @@ def _message(content: bytes) -> str:
 def _of_bundle(path: str, seconds: float, show: Callable[[str], None], **loading: Any) -> bytes:
     """Run a bundle in this process and record it."""
     with importing():
-        from prejit.runtime.cli.bundle_loading import load_bundle
+        from prejit.runtime.cli.bundle_references import load_bundle
         from prejit.server.engine.engine import Engine
         from prejit.server.telemetry.engine_profile import record
 
