@@ -339,6 +339,7 @@ def _manifests(random):
     return junk.damaged(content, random) if random.random() < 0.1 else content
 
 
+@pytest.mark.thorough
 def test_any_manifest_is_refused_or_builds(campaign):
     def attempt(manifest):
         with tempfile.TemporaryDirectory() as name:

@@ -124,6 +124,7 @@ class Leaving:
         return way
 
 
+@pytest.mark.thorough
 def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
     engine = Engine(bundle, slots=3, queue=12, prefix_memory=MIB)

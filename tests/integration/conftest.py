@@ -1,5 +1,6 @@
 """Real builds through the command line, in processes of their own, cached for the whole session."""
 
+import functools
 import json
 import os
 import shutil
@@ -51,6 +52,25 @@ def python(run, tmp_path_factory):
         return ran(sys.executable, "-c", script, *arguments, env=environment)
 
     return python
+
+
+@pytest.fixture(scope="module")
+def python_at(here, tmp_path_factory):
+    """Runs Python in the directory `here` of a module, with the module's own caches or others."""
+    caches = tmp_path_factory.mktemp("caches")
+    own = {"PREJIT_RUNTIME_CACHE": str(caches / "runtime"), "PREJIT_CACHE": str(caches / "build")}
+
+    def run(*words, status=0, **env):
+        environment = {**os.environ, **own, **env}
+        return ran(sys.executable, *words, status=status, env=environment, cwd=here)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def prejit_at(python_at):
+    """Runs `prejit ARGUMENTS` as `python_at` does."""
+    return functools.partial(python_at, "-m", "prejit.runtime")
 
 
 def write_manifest(

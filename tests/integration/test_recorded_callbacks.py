@@ -1,11 +1,9 @@
 """Programs that call Python start from a recording without a compile, and call functions of this start."""
 
-import os
 import sys
 
 import pytest
 from tests.extent import one_in
-from tests.processes import ran
 
 PROGRAM = """
 import sys
@@ -88,32 +86,18 @@ def here(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(here):
-    def run(*words, **env):
-        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(here / "cache"), **env}
-        return ran(*words, env=environment, cwd=here)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def prejit(run):
-    return lambda *words, **more: run(sys.executable, "-m", "prejit.runtime", *words, **more)
-
-
-@pytest.fixture(scope="module")
-def bundle(here, prejit):
-    done = prejit("record", "-o", "serve", "--json", "--", sys.executable, "serve.py", "A")
+def bundle(here, prejit_at):
+    done = prejit_at("record", "-o", "serve", "--json", "--", sys.executable, "serve.py", "A")
     assert '"left_out": []' in done.stdout
     return here / "serve"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("tag", one_in(2, ["B", "A"]))
-def test_recorded_programs_call_the_functions_of_this_start(bundle, run, prejit, tag):
+def test_recorded_programs_call_the_functions_of_this_start(bundle, python_at, prejit_at, tag):
     """As often, in the same order, with the same errors. With B these are other functions."""
-    plain = run(sys.executable, "serve.py", tag)
-    found = prejit("run", bundle, "--require-aot", "--", sys.executable, "serve.py", tag)
+    plain = python_at("serve.py", tag)
+    found = prejit_at("run", bundle, "--require-aot", "--", sys.executable, "serve.py", tag)
     assert found.stdout == plain.stdout
     for text in (
         f"{tag} mean 2.0",
@@ -125,31 +109,31 @@ def test_recorded_programs_call_the_functions_of_this_start(bundle, run, prejit,
 
 
 @pytest.mark.thorough
-def test_a_process_without_the_hook_finds_none_that_it_cannot_run(bundle, run, prejit):
+def test_a_process_without_the_hook_finds_none_that_it_cannot_run(bundle, python_at, prejit_at):
     """jax before 0.11 hands no functions to an executable of its cache. Later ones do it by themselves."""
-    plain = run(sys.executable, "-I", "serve.py", "A")
-    found = prejit("run", bundle, "--", sys.executable, "-I", "serve.py", "A")
+    plain = python_at("-I", "serve.py", "A")
+    found = prejit_at("run", bundle, "--", sys.executable, "-I", "serve.py", "A")
     assert found.stdout == plain.stdout
 
 
 @pytest.mark.thorough
-def test_without_a_trace_a_recording_names_their_lines_and_what_to_do(here, prejit):
+def test_without_a_trace_a_recording_names_their_lines_and_what_to_do(here, prejit_at):
     command = ("--", sys.executable, "serve.py", "A")
     for _ in range(2):
-        recorded = prejit("record", "--untraced", "-o", "untraced", *command).stderr
+        recorded = prejit_at("record", "--untraced", "-o", "untraced", *command).stderr
     lines = PROGRAM.splitlines()
     [first, second] = [n for n, line in enumerate(lines, 1) if "jax.debug.print" in line]
     line = f"(printing): it calls Python at serve.py:{first}, serve.py:{second}, so it is traced"
     assert line in recorded
     assert "return the value instead" in recorded
     assert f"(part): it calls Python at serve.py:{lines.index('def part(x):') + 2}, so" in recorded
-    found = prejit("run", "untraced", "--require-aot", "--report", *command)
+    found = prejit_at("run", "untraced", "--require-aot", "--report", *command)
     assert f"it calls Python at serve.py:{first}, serve.py:{second}" in found.stderr
     assert ", 0 misses" in found.stderr
 
 
 @pytest.mark.thorough
-def test_the_check_of_a_library_is_named_with_the_call_that_led_to_it(here, prejit):
+def test_the_check_of_a_library_is_named_with_the_call_that_led_to_it(here, prejit_at):
     """The checks of equinox are callbacks. diffrax, lineax and optimistix use them."""
     (here / "fit.py").write_text(
         "import equinox as eqx, jax, jax.numpy as jnp\n"
@@ -158,9 +142,9 @@ def test_the_check_of_a_library_is_named_with_the_call_that_led_to_it(here, prej
         "print(jax.jit(checked)(jnp.ones(())))\n"
     )
     command = ("record", "--untraced", "-o", "fit", "--", sys.executable, "fit.py")
-    recorded = [prejit(*command).stderr for _ in range(2)][1]
+    recorded = [prejit_at(*command).stderr for _ in range(2)][1]
     assert "it calls Python at fit.py:4 (in equinox/_errors.py)" in recorded
     assert "EQX_ON_ERROR=nan" in recorded
-    recorded = [prejit(*command, EQX_ON_ERROR="nan").stderr for _ in range(2)][1]
+    recorded = [prejit_at(*command, EQX_ON_ERROR="nan").stderr for _ in range(2)][1]
     assert "calls Python" not in recorded
     assert ", 0 with one" in recorded

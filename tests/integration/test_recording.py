@@ -1,7 +1,6 @@
 """Programs that know nothing of prejit: recorded once, then started without compiling, in real processes."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -9,7 +8,6 @@ import sys
 
 import pytest
 from tests.layouts import attached_to
-from tests.processes import ran
 
 PROGRAM = """
 import os, sys
@@ -31,19 +29,6 @@ def here(tmp_path_factory):
     directory = tmp_path_factory.mktemp("recording")
     (directory / "serve.py").write_text(PROGRAM)
     return directory
-
-
-@pytest.fixture(scope="module")
-def prejit_at(here, tmp_path_factory):
-    """Runs `prejit ARGUMENTS` beside the program, with a runtime cache of the module or another."""
-    cache = tmp_path_factory.mktemp("caches") / "runtime"
-
-    def run(*words, status=0, **env):
-        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env}
-        command = (sys.executable, "-m", "prejit.runtime", *words)
-        return ran(*command, status=status, env=environment, cwd=here)
-
-    return run
 
 
 @pytest.fixture(scope="module")

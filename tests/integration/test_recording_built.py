@@ -1,13 +1,12 @@
 """Recordings that are built for other machines: recorded on one, started on others."""
 
 import dataclasses
+import functools
 import json
-import os
 import shutil
 import sys
 
 import pytest
-from tests.processes import ran
 
 from prejit.compiler.recording.build_for_machines import build_recording
 from prejit.compiler.recording.jax_cache_packing import packed, read_targets, write_bundle
@@ -59,73 +58,63 @@ def here(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prejit_at(here):
-
-    def run(*words, status=0, **env):
-        runtime = {
-            "PREJIT_RUNTIME_CACHE": str(here / "runtime"),
-            "PREJIT_CACHE": str(here / "cache"),
-        }
-        devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-        environment = {**os.environ, **runtime, **devices, **env}
-        return ran(sys.executable, *words, status=status, env=environment, cwd=here)
-
-    return run
+def on_two_devices(python_at):
+    return functools.partial(python_at, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
 
-def recorded(prejit_at, bundle, *options, **env):
+def recorded(on_two_devices, bundle, *options, **env):
     words = ("-m", "prejit.runtime", "record", "-o", bundle, *options, "--")
-    return prejit_at(*words, sys.executable, "serve.py", **env)
+    return on_two_devices(*words, sys.executable, "serve.py", **env)
 
 
-def report_of(prejit_at, here, bundle, *options, **env):
+def report_of(on_two_devices, here, bundle, *options, **env):
     words = ("-m", "prejit.runtime", "run", bundle, "-o", "report.json", *options, "--")
-    done = prejit_at(*words, sys.executable, "serve.py", **env)
+    done = on_two_devices(*words, sys.executable, "serve.py", **env)
     return done, json.loads((here / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def recording(here, prejit_at):
+def recording(here, on_two_devices):
     for _ in range(2):
-        recorded(prejit_at, "serve", "--untraced")
+        recorded(on_two_devices, "serve", "--untraced")
     return here / "serve"
 
 
 @pytest.fixture(scope="module")
-def built(here, recording, prejit_at):
+def built(here, recording, on_two_devices):
     words = ("-m", "prejit.runtime", "build", recording, "--json")
     targets = [word for level in LEVELS for word in ("--target", level)]
-    done = json.loads(prejit_at(*words, *targets, "-o", "fleet").stdout)
+    done = json.loads(on_two_devices(*words, *targets, "-o", "fleet").stdout)
     assert done[0]["targets"] == [*LEVELS]
     assert (done[0]["cached"], done[0]["left_out"]) == (0, [])
     return here / "fleet" / "serve"
 
 
 def test_a_recording_is_built_for_levels_which_start_without_a_trace(
-    here, recording, built, prejit_at
+    here, recording, built, on_two_devices
 ):
     """Recorded here, run for a lower level and for the best one: jax reports no trace and no compile."""
-    plain = prejit_at("serve.py")
+    plain = on_two_devices("serve.py")
     assert int(plain.stderr) > 10
     for level in LEVELS:
-        done = prejit_at(
+        done = on_two_devices(
             *("-m", "prejit.runtime", "build", recording, "--target", level, "-o", level)
         )
         assert "compiled 0, cached" in done.stderr
-        done, report = report_of(prejit_at, here, f"{level}/serve", "--require-aot")
+        done, report = report_of(on_two_devices, here, f"{level}/serve", "--require-aot")
         assert (done.stdout, int(done.stderr)) == (plain.stdout, 0)
         assert (report["hits"], report["missed"], report["traced"]) == (0, 0, {})
         assert report["untraced"] >= 3
-    done, report = report_of(prejit_at, here, built)
+    done, report = report_of(on_two_devices, here, built)
     assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
 
 
-def test_calls_that_are_traced_find_the_keys_of_the_recorded_machine(here, prejit_at):
-    recorded(prejit_at, "laptop", LAPTOP="1")
-    _, report = report_of(prejit_at, here, "laptop")
+def test_calls_that_are_traced_find_the_keys_of_the_recorded_machine(here, on_two_devices):
+    recorded(on_two_devices, "laptop", LAPTOP="1")
+    _, report = report_of(on_two_devices, here, "laptop")
     assert report["hits"] == 0
-    prejit_at("-m", "prejit.runtime", "build", "laptop", "--target", LEVELS[1], "-o", "fleet")
-    _, report = report_of(prejit_at, here, "fleet/laptop", "--require-aot")
+    on_two_devices("-m", "prejit.runtime", "build", "laptop", "--target", LEVELS[1], "-o", "fleet")
+    _, report = report_of(on_two_devices, here, "fleet/laptop", "--require-aot")
     assert report["hits"] >= 3
     assert report["missed"] == 0
 
@@ -148,10 +137,10 @@ def test_what_cannot_be_built_is_refused_with_the_way_out(here, recording, built
     assert not (tmp_path / "out").exists()
 
 
-def test_recordings_take_no_options_of_manifests(recording, prejit_at):
+def test_recordings_take_no_options_of_manifests(recording, on_two_devices):
     words = ("-m", "prejit.runtime", "build", recording, "--target", LEVELS[0])
-    assert "found --retrace" in prejit_at(*words, "--retrace", status=2).stderr
-    assert "found manifests as well" in prejit_at(*words, "demo.toml", status=2).stderr
+    assert "found --retrace" in on_two_devices(*words, "--retrace", status=2).stderr
+    assert "found manifests as well" in on_two_devices(*words, "demo.toml", status=2).stderr
 
 
 def test_no_flipped_bit_of_a_kept_program_is_compiled(recording, tmp_path):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from tests.processes import ran
 
 MODEL = """
 import enum, functools, os, tempfile
@@ -75,19 +74,6 @@ def here(tmp_path_factory):
     (directory / "model.py").write_text(MODEL)
     (directory / "serve.py").write_text(PROGRAM)
     return directory
-
-
-@pytest.fixture(scope="module")
-def prejit_at(here, tmp_path_factory):
-    """Runs `prejit ARGUMENTS` beside the program; `report` is what a run wrote with -o."""
-    cache = tmp_path_factory.mktemp("caches") / "runtime"
-
-    def run(*words, **env):
-        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env}
-        command = (sys.executable, "-m", "prejit.runtime", *words)
-        return ran(*command, env=environment, cwd=here)
-
-    return run
 
 
 def recorded(prejit_at, bundle, command, times=2):

@@ -163,7 +163,7 @@ def built_constants():
 @pytest.fixture(scope="module")
 def constants_path(build_programs):
     programs = [
-        Program(f"p{number}", fn=by_constant, args=[kind(jnp.ones(2), k)])
+        Program(f"p{number}", fn=fresh(), args=[kind(jnp.ones(2), k)])
         for number, (kind, k) in enumerate(built_constants())
     ]
     return build_programs(programs)

@@ -43,9 +43,7 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
     Of functions without a file, as of a notebook, what they read counts. `files` are sources whose modules
     count too.
     """
-    names = {
-        name for name, each in [*sys.modules.items()] if getattr(each, "__file__", None) in files
-    }
+    names = {name for name in [*sys.modules] if _file_of(name) in files}
     seen, waiting = dict[int, object](), [given]
     while waiting and len(seen) < _MOST_OBJECTS:
         each: Any = waiting.pop()
@@ -57,13 +55,13 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
             names.add(each.__name__)
         elif issubclass(kind, type):
             for base in each.__mro__:
-                if _has_file(base.__module__):
+                if _file_of(base.__module__):
                     names.add(base.__module__)
                 elif not constants.is_told(base.__module__):
                     waiting += vars(base).values()
         elif kind is types.FunctionType:
             known = each.__globals__
-            names |= set(filter(_has_file, [each.__module__]))
+            names |= set(filter(_file_of, [each.__module__]))
             if "__file__" in known:
                 names.add(module_name(known.get("__name__"), known))
             else:
@@ -99,19 +97,16 @@ def _held(value: Any) -> list[Any]:
             return [value.__func__]
         case property():
             return [value.fget]
-    wrapped = getattr(value, "__wrapped__", None)
-    if wrapped is None and constants.is_told(type(value).__module__):
+    held = getattr(value, "__dict__", {})  # a class may raise anything for other names
+    if "__wrapped__" not in held and constants.is_told(type(value).__module__):
         return []
     slots = (name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()))
-    return [
-        wrapped,
-        getattr(value, "__dict__", None),
-        *(getattr(value, name, None) for name in slots),
-    ]
+    return [held, *(getattr(value, name, None) for name in slots)]
 
 
-def _has_file(module: str | None) -> bool:
-    return hasattr(sys.modules.get(str(module)), "__file__")
+def _file_of(module: str | None) -> str | None:
+    found = sys.modules.get(str(module))
+    return vars(found).get("__file__") if isinstance(found, types.ModuleType) else None
 
 
 def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[str, str]:
@@ -136,7 +131,10 @@ def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[
             continue
         file = os.path.abspath(spec.origin)
         if not is_installed(file) or not (
-            is_standard(file) or is_ours(file) or constants.is_told(name) or _is_of_index(top)
+            is_standard(file)
+            or is_ours(file)
+            or constants.is_told(name)
+            or _is_told_by_version(top)
         ):
             content = read_source(spec)
             modules[name] = digest_of(content)
@@ -170,11 +168,11 @@ def _owners(package: str) -> Sequence[str]:
 
 
 @functools.cache
-def _is_of_index(package: str) -> bool:
-    """Return whether the version of a package tells its code: not where it was installed from a directory."""
+def _is_told_by_version(package: str) -> bool:
+    """Return whether the version of a package tells its code: not where a directory or repository had it."""
     owners = _owners(package)
-    local = (metadata.distribution(each).read_text("direct_url.json") for each in owners)
-    return bool(owners) and not any(local)
+    origins = (metadata.distribution(each).read_text("direct_url.json") for each in owners)
+    return bool(owners) and all("archive_info" in each for each in origins if each)
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
