@@ -64,9 +64,8 @@ def loss(weights: Weights, sounds: jax.Array, tokens: jax.Array, pressed: jax.Ar
 
     def one(sound: jax.Array, tokens: jax.Array, pressed: jax.Array) -> jax.Array:
         model, row = whisper.bind(weights), jnp.ones(1, jnp.int32)
-        encoder, decoder = model.model.encoder, model.model.decoder
-        hidden = encoder(log_mel(sound)[None])
-        cache = decoder.make_cache(hidden, TOKENS, "float32")
+        decoder, hidden = model.model.decoder, model.hidden(log_mel(sound)[None])
+        cache = tuple(block.make_cache(hidden, TOKENS, "float32") for block in decoder.layers)
         before = jnp.concatenate([jnp.full(1, START), tokens[:-1]])
         logits, _ = model(before[None], 0 * row, TOKENS * row, cache, every=True)
         text = jnp.mean(

@@ -419,6 +419,11 @@ class Whisper(nnx.Module):
             ManifestError: as `source`.
         """
         self.source(len(source), source.shape[2])
+        x = self.hidden(source)
+        return tuple(block.make_cache(x, positions, dtype) for block in self.model.decoder.layers)
+
+    def hidden(self, source: jax.Array) -> jax.Array:
+        """Return what the encoder says of spectrograms [B, mel bins, N]: [B, N / 2, width]."""
         encoder = self.model.encoder
         x = jax.nn.gelu(encoder.conv1(source.swapaxes(1, 2)), approximate=False)
         x = jax.nn.gelu(encoder.conv2(x), approximate=False)
@@ -427,9 +432,8 @@ class Whisper(nnx.Module):
         for block in encoder.layers:
             attend = partial(sentence.attention, length=everything, heads=block.parts.heads)
             x = block.read(x, attend)
-        x = encoder.layer_norm(x)
-        decoder = self.model.decoder
-        return tuple(block.make_cache(x, positions, dtype) for block in decoder.layers)
+        normed: jax.Array = encoder.layer_norm(x)
+        return normed
 
     def __call__(
         self,
