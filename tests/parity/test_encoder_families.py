@@ -48,7 +48,7 @@ SAMPLE = {"deberta-v2", "modernbert", "nomic-bert", "qwen3"}
 
 
 def is_sampled(case: FamilyCase, form: str) -> bool:
-    """Whether `make test` has a case: embedders are sampled in one form, those that score in the other."""
+    """Return whether `make test` runs a case: embedders in one form, those that score in the other."""
     kind = case.name.removeprefix("scores-").removesuffix("-0")
     return kind in SAMPLE and case.scores == (form == "kernels")
 

@@ -38,7 +38,7 @@ def reference() -> dict[str, Values]:
 
 
 def is_sampled(case: ImageCase, form: str) -> bool:
-    """Whether `make test` has a case: the first of each family, and one in the other form."""
+    """Return whether `make test` runs a case: the first of each family, and one of the portable form."""
     return case.name.endswith("-0") if form == "kernels" else case.name == "clip-1"
 
 

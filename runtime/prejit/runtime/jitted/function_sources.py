@@ -1,4 +1,4 @@
-"""Where the code of a jitted function comes from: the source of modules, and the versions of packages.
+"""The sources of a jitted function: digests of modules, and versions of packages.
 
 A build lists them in the state of a program as `module NAME` and `package NAME`; a call looks at each of them
 again. A function without a file, as of a notebook, is compared by its code.
@@ -19,7 +19,7 @@ from prejit.runtime.format import constants
 from prejit.runtime.format.constants import Constant
 
 MODULE, PACKAGE = "module ", "package "
-"""What the place of a module and of a distribution begins with."""
+"""The beginnings of places: of a module, and of a distribution."""
 SCRIPTS = ("__main__", "__mp_main__")  # the second one is what multiprocessing calls it
 
 

@@ -1,4 +1,4 @@
-"""What a function's code comes from, as it is now."""
+"""Sources of a function are found again, and differ after each edit that counts."""
 
 import sys
 import types

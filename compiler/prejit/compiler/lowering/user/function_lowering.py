@@ -197,11 +197,13 @@ def lower_function(
                 found.append(SizedTrial(sizes, padded, at_size.mlir_module_serialized))
         return tuple(found)
 
-    with user.modules.in_use():
-        held = (user.function, example.value, tuple(spec.static.values()))
-        modules = modules_of(held, called_files(jaxpr, __file__))
-    if isinstance(program.fn, str):
-        modules = tuple(sorted({program.fn.partition(":")[0], *modules}))
+    modules: tuple[str, ...] = ()
+    if user.parameters is not None:  # `jit` takes it
+        with user.modules.in_use():
+            held = (user.function, example.value, tuple(spec.static.values()))
+            modules = modules_of(held, called_files(jaxpr, __file__))
+        if isinstance(program.fn, str):
+            modules = tuple(sorted({program.fn.partition(":")[0], *modules}))
     return LoweredProgram(
         portable,
         exported.platforms,

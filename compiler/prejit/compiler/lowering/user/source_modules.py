@@ -1,6 +1,6 @@
-"""Where the code of a user's function comes from: modules of the application, and packages that they import.
+"""Find the modules that a user's function is written in, and the packages that these modules import.
 
-Nothing is imported: a kept trace is used again in a process that never had its modules.
+Nothing is imported here: a kept trace is used again in a process that never had its modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from prejit.runtime.jitted.function_sources import (
 )
 
 _MOST_OBJECTS = 100_000
-"""Where a walk ends: something holds half of the process."""
+"""Maximum number of objects that are visited: one of them may lead to most of the process."""
 
 
 def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
@@ -131,18 +131,15 @@ def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[
         if spec is None or not spec.has_location or spec.origin is None:
             continue
         file = os.path.abspath(spec.origin)
-        if not is_installed(file) or not (
-            is_standard(file)
-            or is_ours(file)
-            or constants.is_told(name)
-            or _is_told_by_version(top)
-        ):
+        if is_installed(file) and (is_standard(file) or is_ours(file) or constants.is_told(name)):
+            continue
+        if is_installed(file) and _is_told_by_version(top):
+            packages.add(top)
+        else:
             content = read_source(spec)
             modules[name] = digest_of(content)
             package = name if spec.submodule_search_locations is not None else parent
             waiting += _imports(content, package)
-        elif not (is_standard(file) or is_ours(file) or constants.is_told(name)):
-            packages.add(top)
     distributions = {each for package in packages for each in _owners(package)}
     return {
         **{f"{MODULE}{name}": modules[name] for name in sorted(modules)},

@@ -172,9 +172,9 @@ def _program(
 
 
 def _with_sources(entry: ProgramEntry, sources: Mapping[str, str]) -> ProgramEntry:
-    """Return a program whose state tells what its function's code comes from.
+    """Return a program with the sources of its function in its state.
 
-    That is what this build finds, whichever one traced the function: a source may differ in a comment.
+    They are those of this build, which may use a trace of an earlier one: a comment may have changed since.
     """
     texts = {at: json.dumps(text) for at, text in sources.items()}
     return replace(entry, state={**(entry.state or {}), **texts} or None)
