@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -102,8 +103,8 @@ class Observer:
                 complete = complete and name not in self._before
                 inputs.add(Input("module", name))
         inputs |= {Input("version of", each) for each in _distributions(packages)}
-        owned = owners_of_packages(tuple(sys.path)) if packages else {}
-        copied = sorted(packages - owned.keys() - {"prejit", *sys.stdlib_module_names})
+        others = packages - {"prejit", *sys.stdlib_module_names}
+        copied = sorted(each for each in others if not owners_of(each))
         trouble = self._trouble or "".join(f"no package has {each}" for each in copied[:1])
         files = {
             Input("module", module): portable_path(os.path.abspath(file), self._directory)
@@ -295,8 +296,16 @@ def canonical(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
+def owners_of(package: str) -> Sequence[str]:
+    """Return the distributions that provide a package. Most have its name; looking at all takes 0.5 s."""
+    with suppress(metadata.PackageNotFoundError):
+        if name := metadata.distribution(package).metadata["Name"]:
+            return (name,)
+    return _owners_of_packages(tuple(sys.path)).get(package, ())
+
+
 @cache
-def owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
+def _owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
     """Return the distributions that provide each package on `sys.path`."""
     del path
     found = metadata.packages_distributions()  # a damaged installation has no name
@@ -306,8 +315,7 @@ def owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
 
 def _distributions(packages: Iterable[str]) -> set[str]:
     """Return the distributions that provide packages, and those that these require."""
-    owners = owners_of_packages(tuple(sys.path)) if packages else {}
-    left = [each for package in packages for each in owners.get(package, ())]
+    left = [each for package in packages for each in owners_of(package)]
     found = set[str]()
     while left:
         name = canonical(left.pop())

@@ -10,14 +10,13 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 from prejit.compiler.base import python_source
-from prejit.compiler.lowering.user.observer import owners_of_packages
+from prejit.compiler.lowering.user.observer import owners_of
 from prejit.compiler.lowering.user.trace_inputs import (
     Present,
     is_installed,
@@ -140,7 +139,7 @@ def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[
             modules[name] = digest_of(content)
             package = name if spec.submodule_search_locations is not None else parent
             waiting += _imports(content, package)
-    distributions = {each for package in packages for each in _owners(package)}
+    distributions = {each for package in packages for each in owners_of(package)}
     return {
         **{f"{MODULE}{name}": modules[name] for name in sorted(modules)},
         **{f"{PACKAGE}{name}": metadata.version(name) for name in sorted(distributions)},
@@ -161,18 +160,10 @@ def _spec_of(module: Any) -> ModuleSpec | None:
     return spec
 
 
-def _owners(package: str) -> Sequence[str]:
-    """Return the distributions that provide a package. Most have its name; looking at all takes 0.5 s."""
-    with suppress(metadata.PackageNotFoundError):
-        if name := metadata.distribution(package).metadata["Name"]:
-            return (name,)
-    return owners_of_packages(tuple(sys.path)).get(package, ())
-
-
 @functools.cache
 def _is_told_by_version(package: str) -> bool:
     """Return whether the version of a package tells its code: not where a directory or repository had it."""
-    owners = _owners(package)
+    owners = owners_of(package)
     origins = (metadata.distribution(each).read_text("direct_url.json") for each in owners)
     return bool(owners) and all("archive_info" in each for each in origins if each)
 
