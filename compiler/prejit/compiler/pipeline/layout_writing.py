@@ -58,7 +58,7 @@ def write_layout(
         StoreError: the disk is full, or writing is not permitted. The bundle that was there still opens.
     """
     directory = path / "blobs" / "sha256"
-    with store_errors(directory, "make this directory"):
+    with store_errors(directory, "make this directory", hint="write to another place, with -o"):
         directory.mkdir(parents=True, exist_ok=True)
     read = from_json(Index, index, str(path / "index.json"))
     with locked(path):

@@ -100,14 +100,23 @@ class RecordedTarget:
 def read_targets(path: Path) -> tuple[RecordedTarget, ...]:
     """Return the targets of the bundle at a path, each file verified; none where there is no bundle.
 
+    A writer that was killed, or whose disk was full, leaves a directory without `index.json`.
+
     Raises:
         RejectError: the bundle is damaged.
         StoreError: it cannot be read.
         UsageError: `prejit build` wrote it.
     """
-    if not path.exists():
+    if not path.exists() or _is_unfinished(path):
         return ()
     return read_whole(path, _read_targets)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Return whether a directory has nothing but what writers leave that write `index.json` last."""
+    return path.is_dir() and all(
+        each.name in ("blobs", "oci-layout") or each.suffix == ".tmp" for each in path.iterdir()
+    )
 
 
 def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:

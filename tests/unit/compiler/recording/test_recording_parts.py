@@ -19,7 +19,7 @@ from prejit.compiler.recording.jax_cache_packing import (
     read_targets,
     requirement_of,
 )
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 
@@ -142,5 +142,12 @@ def test_recordings_are_merged_and_read_back(tmp_path):
     both = [assemble("b", [packed(each, "b") for each in found]) for found in (read, targets)]
     assert both[0] == both[1]
     assert read_targets(tmp_path / "nothing") == ()
+    # A first writer whose disk was full, or that was killed: the next one may write there.
+    (tmp_path / "unfinished" / "blobs" / "sha256").mkdir(parents=True)
+    (tmp_path / "unfinished" / ".index.json.1.ab.tmp").touch()
+    assert read_targets(tmp_path / "unfinished") == ()
+    (tmp_path / "unfinished" / "notes.txt").touch()  # no bundle's: nothing is written beside it
+    with pytest.raises(RejectError):
+        read_targets(tmp_path / "unfinished")
     with pytest.raises(UsageError, match="found one of `prejit build`"):
         read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
