@@ -42,6 +42,30 @@ if __name__ == "__main__":
     print(f"{loss:.4f} {solve(params['w']).sum():.4f} {halves.sum():.4f}")
     print(len(jax.events_seen), file=sys.stderr)
 """
+# Beside a plain function: flags of XLA, a handler that the build does not have, and float16, which XLA does
+# not compile for machines without the extension f16c.
+PARTS = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxlib.cpu import _lapack
+
+_lapack.initialize()
+jax.ffi.register_ffi_target("own_cholesky", _lapack.registrations()["lapack_spotrf_ffi"], platform="cpu")
+
+@jax.jit
+def own(x):
+    shapes = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.ffi.ffi_call("own_cholesky", shapes)(x, uplo=np.uint8(ord("L")))[0]
+
+@jax.jit
+def half(x):
+    return x * x
+
+@jax.jit
+def largest(x):
+    return jnp.max(jnp.where(x > 0, jnp.nan, x)), jnp.exp(x).sum()
+
+print(own(np.eye(4, dtype=np.float32) * 4), half(np.ones(3, np.float16)), largest(np.ones(8, np.float32)))
+"""
 pytestmark = [
     pytest.mark.skipif(
         "fma" not in Fingerprint.current().cpu_features, reason="runs code for x86-64-v3"
@@ -109,6 +133,27 @@ def test_a_recording_is_built_for_levels_which_start_without_a_trace(
     assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
 
 
+def test_each_program_that_xla_compiles_is_built_with_the_recorded_flags(here, python_at):
+    (here / "parts.py").write_text(PARTS)
+    flags = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}
+    command = ("--", sys.executable, "parts.py")
+    plain = python_at("parts.py", **flags)
+    for _ in range(2):
+        python_at("-m", "prejit.runtime", "record", "-o", "parts", "--untraced", *command, **flags)
+    for level, left_out in zip(LEVELS, (["jit_half"], []), strict=True):
+        words = ("build", "parts", "--target", level, "-o", f"parts-{level}", "--json")
+        [built] = json.loads(python_at("-m", "prejit.runtime", *words).stdout)
+        assert [line.split()[0] for line in built["left_out"]] == left_out
+        assert all("cpu-x86-64-v2: XLA cannot compile" in line for line in built["left_out"])
+        words = ("run", f"parts-{level}/parts", "-o", "report.json")
+        done = python_at("-m", "prejit.runtime", *words, *command, **flags)
+        report = json.loads((here / "report.json").read_text())
+        assert (done.stdout, report["target"]) == (plain.stdout, level)
+        assert (report["missed"], report["hits"]) == (len(left_out), 0)
+        reasons = {"the build for this target left its program out": left_out}
+        assert report["traced"] == (reasons if left_out else {})
+
+
 def test_calls_that_are_traced_find_the_keys_of_the_recorded_machine(here, on_two_devices):
     recorded(on_two_devices, "laptop", LAPTOP="1")
     _, report = report_of(on_two_devices, here, "laptop")
@@ -137,10 +182,27 @@ def test_what_cannot_be_built_is_refused_with_the_way_out(here, recording, built
     assert not (tmp_path / "out").exists()
 
 
+def test_of_several_recorded_targets_that_of_the_installed_jax_is_built(here, recording, tmp_path):
+    [target] = read_targets(recording)
+    few = dict(sorted(target.programs.items())[:1])
+    needs = dataclasses.replace(target.requirement, jaxlib="0.0.1")
+    both = [
+        dataclasses.replace(target, programs=few),
+        dataclasses.replace(target, requirement=needs),
+    ]
+    write_bundle(tmp_path / "both", "both", [packed(each, "both") for each in both])
+    built = build_recording(tmp_path / "both", tmp_path / "out", [LEVELS[1]], cache=here / "cache")
+    assert built.compiled + built.cached == 1
+    [line] = built.left_out
+    assert line.startswith("the programs of cpu-jaxlib0.0.1")
+
+
 def test_recordings_take_no_options_of_manifests(recording, on_two_devices):
     words = ("-m", "prejit.runtime", "build", recording, "--target", LEVELS[0])
     assert "found --retrace" in on_two_devices(*words, "--retrace", status=2).stderr
     assert "found manifests as well" in on_two_devices(*words, "demo.toml", status=2).stderr
+    again = shutil.copytree(recording, recording.parent / "again" / "serve")
+    assert "expected another name" in on_two_devices(*words, again, status=2).stderr
 
 
 def test_no_flipped_bit_of_a_kept_program_is_compiled(recording, tmp_path):

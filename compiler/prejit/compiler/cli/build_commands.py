@@ -190,6 +190,7 @@ def _build_recordings(
     """Build recorded bundles for other machines. `given` are options that only manifests have."""
     from prejit.compiler.progress import tell
     from prejit.compiler.recording.build_for_machines import build_recording
+    from prejit.compiler.recording.jax_cache_packing import bundle_name
     from prejit.runtime.errors import UsageError
 
     if given or not all((path / "index.json").is_file() for path in paths):
@@ -198,6 +199,14 @@ def _build_recordings(
             f"expected recorded bundles with --target, -o, --jobs, --timeout and --cache, found {found}",
             hint="build recordings and manifests apart",
         )
+    written: dict[str, Path] = {}
+    for path in paths:
+        name = bundle_name(path.name)
+        if (first := written.setdefault(name, path)) is not path:
+            raise UsageError(
+                f"{path}: expected another name than that of {first}, found {name!r}; nothing was built",
+                hint="build them into different directories",
+            )
     built = []
     for path in paths:
         made = build_recording(
@@ -207,8 +216,8 @@ def _build_recordings(
             f"wrote {made.path} for {', '.join(made.targets)}: compiled {made.compiled}, "
             f"cached {made.cached}, {made.digest[:19]}"
         )
-        for name in made.left_out:
-            tell(f"left out {name}: the recording lacks its lowered form: record again, anew")
+        for line in made.left_out:
+            tell(f"left out {line}")
         built.append({**asdict(made), "path": str(made.path)})
     if as_json:
         print_json(built)

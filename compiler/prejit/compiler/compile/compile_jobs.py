@@ -14,6 +14,9 @@ from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
+CANNOT_COMPILE = "XLA cannot compile this program"
+"""Begins the error of a program that XLA refuses. Other errors are of its process, its time, or the disk."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

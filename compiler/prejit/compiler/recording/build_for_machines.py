@@ -7,13 +7,13 @@ traced calls the recorded CPU stands, which `prejit run` gives jax in place of i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zstandard
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import CANNOT_COMPILE, Compiled, CompileJob, Source
 from prejit.compiler.compile.executable_keys import executable_key
 from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.pool import WorkerPool
@@ -33,13 +33,14 @@ from prejit.compiler.recording.jax_cache_packing import (
     read_targets,
     write_bundle,
 )
+from prejit.compiler.recording.untraced_calls import RecordedCalls
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.checks.layers import unpack
-from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX
+from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class BuiltRecording:
         digest: its digest.
         targets: the names of its targets.
         compiled, cached: numbers of programs that were compiled, and that the build cache had.
-        left_out: names of programs whose lowered form the recording lacks, which jax compiles at a start.
+        left_out: why programs are not in the bundle, which jax compiles at a start, one line each.
     """
 
     path: Path
@@ -82,7 +83,8 @@ def build_recording(
         timeout_seconds: time limit of one program.
 
     Raises:
-        BuildError: this machine cannot compile for a target, or a program does not compile.
+        BuildError: this machine cannot compile for a target, XLA compiles no program, or a compile ended
+            otherwise, as by its time limit.
         RejectError: the recording is damaged.
         StoreError: the bundle cannot be written.
         UsageError: it is no recording, it cannot be built for a target, or another bundle is at the output.
@@ -113,16 +115,26 @@ def build_recording(
         built = [_built(each, source, store, pool, progress) for each, source in chosen]
         compiled = len(pool.compiled)
     packs = []
-    for each, made in sorted(zip(chosen, built, strict=True), key=lambda pair: pair[0][0].name):
+    for (each, _), (made, _) in sorted(
+        zip(chosen, built, strict=True), key=lambda pair: pair[0][0].name
+    ):
         pack = packed(made, path.name)
-        packs.append(PackedTarget(replace(pack.config, target=each[0].name), pack.layers))
+        packs.append(PackedTarget(replace(pack.config, target=each.name), pack.layers))
     digest = write_bundle(path, path.name, packs)
-    count = sum(each.count for each in built)
+    count = sum(made.count for made, _ in built)
     left_out = dict.fromkeys(
-        file.entry.name
+        f"{file.entry.name}: the recording lacks its lowered form: an older prejit recorded it, or jax's "
+        "custom_partitioning has Python in it"
         for _, source in chosen
         for file in _programs(source)
         if file.entry.file not in source.lowered
+    )
+    left_out |= dict.fromkeys(line for _, lines in built for line in lines)
+    used = chosen[0][1]
+    left_out |= dict.fromkeys(
+        f"the programs of {each.name}: a build takes those of one recorded target, here {used.name}"
+        for each in recorded
+        if each is not used
     )
     return BuiltRecording(
         path,
@@ -140,17 +152,20 @@ def _programs(source: RecordedTarget) -> list[RecordedFile]:
 
 
 def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> RecordedTarget:
-    """Return the recorded target to build for a target: of several the one with most programs."""
+    """Return the recorded target to build for a target.
+
+    Of several that of the installed jaxlib comes first, then the one with most programs.
+    """
     platforms = sorted({each.requirement.platform for each in recorded})
     if wanted.platform != "cpu" or "cpu" not in platforms:
         raise UsageError(
             f"{path}: cannot build the programs for {wanted.name}: expected a recording and a "
-            f"target of platform cpu, found {' and '.join(platforms)} and {wanted.platform}",
+            f"target of platform cpu, found {' and '.join(platforms) or 'none'} and {wanted.platform}",
             hint=f"record on such a machine: prejit record -o {path} -- COMMAND",
         )
     found = max(
         (each for each in recorded if each.requirement.platform == "cpu"),
-        key=lambda each: each.count,
+        key=lambda each: (each.requirement.jaxlib == versions("jaxlib")["jaxlib"], each.count),
     )
     if not any(each.entry.file in found.lowered for each in _programs(found)):
         raise UsageError(
@@ -167,8 +182,12 @@ def _built(
     store: DirectoryStore,
     pool: WorkerPool,
     progress: Progress,
-) -> RecordedTarget:
-    """Compile the programs of a recorded target for another, with the jax of the recording."""
+) -> tuple[RecordedTarget, list[str]]:
+    """Compile the programs of a recorded target for another, with the jax of the recording.
+
+    Returns:
+        The target, and why programs are not in it that XLA refuses, one line each.
+    """
     jax = source.versions.get("jax", versions("jax")["jax"])
     wanted = replace(wanted, jax=None if jax == versions("jax")["jax"] else jax)
     if reason := why_not(wanted):
@@ -189,16 +208,43 @@ def _built(
     for file, lowered in programs.items():
         job = _job(source.programs[file].entry.name, file, source, lowered, tools, store)
         futures[file, wanted.name] = pool.submit(job)
-    results = {file: each for (file, _), each in collect(futures).items()}
+    refused = {
+        each: error
+        for each, future in futures.items()
+        if isinstance(error := future.exception(), BuildError) and CANNOT_COMPILE in str(error)
+    }
+    if len(refused) == len(futures):
+        refused = {}  # for `collect` to raise
+    wanted_ones = {each: future for each, future in futures.items() if each not in refused}
+    results = {file: each for (file, _), each in collect(wanted_ones).items()}
     features = {name for each in results.values() for name in each.cpu_features}
     made = {
-        file: each for file, each in source.programs.items() if file.startswith(CALLS_PREFIX)
+        file: _calls(each, results)
+        for file, each in source.programs.items()
+        if file.startswith(CALLS_PREFIX)
     } | {
         file: _cached(source.programs[file], programs[file], each, store)
         for file, each in results.items()
     }
     needs = wanted.requirement(tools.jaxlib, cpu_features=tuple(sorted(features)))
-    return RecordedTarget(needs, source.versions, made)
+    # XLA's flags are in jax's keys, and in the options that a program was recorded with.
+    needs = replace(needs, xla_flags=None)
+    lines = [str(error).partition("\n")[0] for error in refused.values()]
+    return RecordedTarget(needs, source.versions, made), lines
+
+
+def _calls(file: RecordedFile, programs: Container[str]) -> RecordedFile:
+    """Return a file of calls in which those of programs that are left out have that as their reason."""
+    name = file.entry.file
+    calls = RecordedCalls.of(name, file.content())
+    lacking = [
+        each
+        for each in calls.content["calls"].values()
+        if each["reason"] is None and each["program"] + FILE_SUFFIX not in programs
+    ]
+    for each in lacking:
+        each["reason"] = "the build for this target left its program out"
+    return packed_file(name, calls.encoded(), None) if lacking else file
 
 
 def _job(

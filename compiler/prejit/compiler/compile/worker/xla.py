@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.compiler.compile.compile_jobs import CANNOT_COMPILE
 from prejit.compiler.compile.gpu_convolutions import WITHOUT_CUDNN, has_plain_convolutions
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
 from prejit.compiler.compile.worker.protobuf import edit_protobuf
@@ -68,8 +69,12 @@ def import_compiler(platform: str) -> None:
         from jax.experimental import topologies  # noqa: F401
 
 
-def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> CompiledProgram:
+def compile_portable(
+    portable: bytes, machine: CompileFor = CompileFor(), stand_ins: tuple[str, ...] = ()
+) -> CompiledProgram:
     """Compile a portable program, or a RecordedLowering, for a machine.
+
+    `stand_ins` are names of a recorded program's handlers that were registered to compile it.
 
     Raises:
         BuildError: XLA cannot compile it.
@@ -92,13 +97,17 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
         raise
     except Exception as error:
         unknown = re.search(r"No FFI handler registered for (\S+)", str(error))
+        if unknown and RecordedLowering.is_in(portable) and unknown[1] not in stand_ins:
+            # Whoever starts the recorded program registers this handler, as its process did.
+            register_stand_ins([unknown[1]])
+            return compile_portable(portable, machine, (*stand_ins, unknown[1]))
         hint = None
         if unknown is not None:
             hint = (
                 "if the handler is in a library of yours, name it in the manifest: [[library]] with its "
                 f"path and handlers = {{ {unknown[1]} = SYMBOL }}"
             )
-        raise BuildError(f"XLA cannot compile this program: {error}", hint=hint) from error
+        raise BuildError(f"{CANNOT_COMPILE}: {error}", hint=hint) from error
     return CompiledProgram(serialized, memory)
 
 
