@@ -168,6 +168,11 @@ NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environ
 x = jnp.eye(2)
 for function in NAMES:
     print(function.__name__, np.asarray(jax.jit(function)(x)).tolist())
+from jax.experimental import pallas as pl
+def kernel(x, y): y[...] = x[...] * 2
+@jax.jit
+def lowers(x): return pl.pallas_call(kernel, jax.ShapeDtypeStruct((2, 2), x.dtype), interpret=True)(x)
+print(lowers(x))  # lowering imports a module of jax that has settings
 print(jax.grad(jax.jit(jnp.sin))(0.0))
 print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.random(), MODEL.calls)
 print(os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
@@ -190,6 +195,7 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     command, bundle, said = impure
     for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
         assert f"({name})" in said, name
+    assert "(lowers): its lowering changes the settings of jax" in said
     done, report = report_of(prejit_at, here, bundle, command)
     assert done.stdout == plain(here, command).stdout
     assert report["untraced"] > 3

@@ -17,10 +17,11 @@ from prejit.runtime.recorded.hook.jax_calls import (
     JaxCall,
     TracedPart,
     looks_for_nans,
+    settings_text,
 )
 from prejit.runtime.recorded.hook.kept_calls import call_name
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
-from prejit.runtime.recorded.hook.plain_texts import digest_of
+from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
 from prejit.runtime.recorded.hook.process_inputs import command_of_process, initial_environment
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
 
@@ -64,6 +65,7 @@ class CallRecorder:
         key_of: Callable[[], str | None],
         write: Callable[[list[dict[str, Any]]], None],
     ) -> None:
+        self._settings = settings
         self._reader = SignatureReader(settings)
         self._callbacks = CallbackLines()
         self._key_of = key_of
@@ -140,6 +142,9 @@ class CallRecorder:
             "reason": callbacks or begun.reason,
         }
         try:
+            if begun.parts and text_of(settings_text(self._settings)) != parts["settings"]:
+                # It imported a module of jax that has settings: without it no later call is as recorded.
+                raise NotKeptError("its lowering changes the settings of jax")
             if compiled.arrays != len(begun.call.arrays):
                 raise NotKeptError("its executable needs arrays of the trace")
             if key is None:
