@@ -165,7 +165,10 @@ def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> 
         )
     found = max(
         (each for each in recorded if each.requirement.platform == "cpu"),
-        key=lambda each: (each.requirement.jaxlib == versions("jaxlib")["jaxlib"], each.count),
+        key=lambda each: (
+            each.requirement.jaxlib == versions("jaxlib")["jaxlib"] and len(each.lowered) > 0,
+            each.count,
+        ),
     )
     if not any(each.entry.file in found.lowered for each in _programs(found)):
         raise UsageError(
