@@ -119,18 +119,18 @@ def conditions_of(toolchain: Toolchain, library: KernelLibrary) -> Conditions:
         cpus=len(os.sched_getaffinity(0)),
         jaxlib=toolchain.jaxlib,
         compiler=library.compiler,
-        kernels=_sources_digest(SOURCES),
+        kernels=_sources_digest(),
     )
 
 
 @cache
-def _sources_digest(sources: Path) -> str:
+def _sources_digest() -> str:
     """Return the digest of the sources of the kernel `linear`: its headers, and the sources behind them."""
     found, left = dict[str, bytes](), ["linear_ffi.cc"]
     while left:
         name = left.pop()
-        if name not in found and (sources / name).is_file():
-            found[name] = (sources / name).read_bytes()
+        if name not in found and (SOURCES / name).is_file():
+            found[name] = (SOURCES / name).read_bytes()
             left += re.findall(r'^#include "([^"/]+)"', found[name].decode("utf-8"), re.MULTILINE)
             left.append(f"{Path(name).stem}.cc")
     parts = (f"{name}\0{len(found[name])}\0".encode() + found[name] for name in sorted(found))

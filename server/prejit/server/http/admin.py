@@ -31,7 +31,7 @@ from prejit.server.releases.canary_runs import Canaries, share_of
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
 from prejit.server.served.served_loading import MODEL_NAME
-from prejit.server.served.work_threads import ADMIN, in_own_thread
+from prejit.server.served.work_threads import in_admin_thread
 from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _handler(
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise http_errors.as_api_error(error) from None
         try:
-            found = await in_own_thread(ADMIN, partial(work, wanted))
+            found = await in_admin_thread(partial(work, wanted))
             return found if isinstance(found, Response) else json_response(found)
         except PrejitError as error:
             text = f"{error}\nhint: {error.hint}" if error.hint else str(error)

@@ -178,13 +178,18 @@ async def _scores(
     one: list[str],
     other: list[str],
 ) -> tuple[list[float], EmbeddingUsage]:
-    """Return the score of each pair of texts, and the usage; `one` may be a single text."""
+    """Return the score of each pair of texts, and the usage; `one` may be a single text.
+
+    The score is the cosine of both embeddings if the model does not score.
+    """
     encoder = served.bundle.config.encoder
-    told = body.instruction
-    if told is not None and (encoder is None or encoder.instruction is None):
+    if body.instruction is not None and (encoder is None or encoder.instruction is None):
         raise field_error("instruction", f"expected none: {served.name!r} has no place for one")
     if encoder is None or encoder.scores is None:
-        return await _cosines(request, settings, served, body, one, other)
+        vectors, usage = await encoded(request, settings, served, body, [*one, *other])
+        long: np.ndarray[Any, np.dtype[np.float64]] = vectors.astype(np.float64)
+        long /= np.maximum(np.linalg.norm(long, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        return (long[: len(one)] * long[len(one) :]).sum(1).tolist(), usage
     if encoder.width > 1:
         raise field_error(
             "model",
@@ -192,20 +197,7 @@ async def _scores(
         )
     queries = one * len(other) if len(one) == 1 else one
     pairs = list(zip(queries, other, strict=True))
-    found, usage = await encoded(request, settings, served, body, pairs, instruction=told)
+    found, usage = await encoded(
+        request, settings, served, body, pairs, instruction=body.instruction
+    )
     return found[:, 0].tolist(), usage
-
-
-async def _cosines(
-    request: Request,
-    settings: Settings,
-    served: Served,
-    body: RelevanceRequest,
-    one: list[str],
-    other: list[str],
-) -> tuple[list[float], EmbeddingUsage]:
-    """Return the cosine of each pair of texts, and the usage; `one` may be a single text."""
-    vectors, usage = await encoded(request, settings, served, body, [*one, *other])
-    long: np.ndarray[Any, np.dtype[np.float64]] = vectors.astype(np.float64)
-    long /= np.maximum(np.linalg.norm(long, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return (long[: len(one)] * long[len(one) :]).sum(1).tolist(), usage

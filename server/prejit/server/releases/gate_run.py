@@ -340,7 +340,7 @@ class _Gate:
         ratio, noise = starts.ratio("start"), same.ratio("start")
         yield slower_check("start", old, new, ratio, noise, limits.share("max_slower_start"))
         if limits.start_ms is not None:
-            yield limit_check("start", new * 1e3, limits.start_ms, "ms")
+            yield limit_check("start", new, limits.start_ms)
         old, new = (float(np.median([pair[place] for pair in self._peaks])) for place in (0, 1))
         yield growth_check("memory", old, new, limits.share("max_more_memory"), limits.memory_bytes)
 

@@ -209,10 +209,10 @@ def absolute_checks(
     first, rest, whole = (seconds.get(name, ()) for name in (FIRST, NEXT, WHOLE))
     if limits.first_token_ms is not None and first:
         found = float(np.median(first))
-        yield limit_check("first token", found * 1e3, limits.first_token_ms, "ms")
+        yield limit_check("first token", found, limits.first_token_ms)
     if limits.p95_ms is not None and whole:
         found = float(np.quantile(whole, 0.95))
-        yield limit_check("95 % of whole requests", found * 1e3, limits.p95_ms, "ms")
+        yield limit_check("95 % of whole requests", found, limits.p95_ms)
     if limits.tokens_per_second is not None and rest:
         found = 1 / float(np.median(rest))
         is_bad = found < limits.tokens_per_second
@@ -221,11 +221,11 @@ def absolute_checks(
         yield judged("tokens a second: limit", is_bad, shown, why)
 
 
-def limit_check(name: str, found: float, most: int, unit: str) -> ReleaseCheck:
-    """Check a number against a limit of its own."""
-    is_bad = found > most
-    why = f"expected at most {most} {unit}" if is_bad else ""
-    return judged(f"{name}: limit", is_bad, (f"{most} {unit}", f"{found:.1f}"), why)
+def limit_check(name: str, seconds: float, most_ms: int) -> ReleaseCheck:
+    """Check a time against a limit of its own."""
+    is_bad = (found := seconds * 1e3) > most_ms
+    why = f"expected at most {most_ms} ms" if is_bad else ""
+    return judged(f"{name}: limit", is_bad, (f"{most_ms} ms", f"{found:.1f}"), why)
 
 
 def in_ms(seconds: float) -> str:

@@ -28,7 +28,7 @@ ADMIN = "prejit-admin"
 """The threads of the admin address. A load or a recording cannot be stopped: a server that ends leaves it."""
 
 
-async def in_own_thread(name: str, function: Callable[[], T]) -> T:
+async def in_admin_thread(function: Callable[[], T]) -> T:
     """Return the result of a function that may take minutes, run in a thread that the process may leave."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -50,5 +50,5 @@ async def in_own_thread(name: str, function: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(tell, result, error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name=ADMIN, daemon=True).start()
     return await future

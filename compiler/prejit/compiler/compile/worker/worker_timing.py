@@ -101,7 +101,7 @@ def measure_forms(
     scale = [device.put(np.ones(found.outputs, np.float32))] if has_scales else []
     shape = (found.outputs, found.inputs)
     shape = shape[::-1] if found.in_out else shape
-    copied_bytes = max(_COPIED_BYTES, 2 * last_cache_bytes())
+    copied_bytes = max(_COPIED_BYTES, 2 * _last_cache_bytes())
     copies = max(1, copied_bytes // found.matrix_bytes)
     values = [aligned_zeros(shape, dtype_of(found.dtype)) for _ in range(copies)]  # put copies none
     for each in values:
@@ -144,12 +144,12 @@ def _least_of(run: Callable[[], float], seconds: float) -> float:
     return least
 
 
-def last_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+def _last_cache_bytes() -> int:
     """Return the bytes of all last-level caches of the CPUs that this process may use; 0: unknown.
 
-    Args:
-        cpus: a directory like Linux's (Documentation/ABI/testing/sysfs-devices-system-cpu).
+    Linux lists them (Documentation/ABI/testing/sysfs-devices-system-cpu).
     """
+    cpus = Path("/sys/devices/system/cpu")
     sizes: dict[tuple[int, str], int] = {}
     for cpu in os.sched_getaffinity(0):
         for index in cpus.glob(f"cpu{cpu}/cache/index*"):

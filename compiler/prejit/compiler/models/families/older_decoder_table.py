@@ -41,7 +41,7 @@ _GPTJ = replace(
     head_bias=True,
     is_parallel=True,
     turns="whole",
-    rotary=lambda config, size: rope.first_components(config, size, 10000.0, config.rotary_dim),
+    rotary=lambda config, size: rope.first_components(config, size, config.rotary_dim),
     scale=None,
 )
 

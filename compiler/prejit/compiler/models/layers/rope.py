@@ -157,7 +157,7 @@ def frequencies(
     return replace(others, frequencies=rotary.frequencies, scale=rotary.scale)
 
 
-def first_components(config: Any, size: int, base: float, turned: int) -> Rotary:
+def first_components(config: Any, size: int, turned: int) -> Rotary:
     """Return how the first `turned` components of a head of this size turn, neighbours together.
 
     Raises:
@@ -168,7 +168,7 @@ def first_components(config: Any, size: int, base: float, turned: int) -> Rotary
             config,
             f"rotary_dim: expected an even number up to {size}, the size of a head, found {turned}",
         )
-    return replace(_rotary(1 / _powers(base, turned)), is_interleaved=True)
+    return replace(_rotary(1 / _powers(10000.0, turned)), is_interleaved=True)
 
 
 def _with_outer_keys(
