@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from prejit.runtime.base.process_facts import importing, is_alone, is_plain_start, thread_count
 from prejit.runtime.base.threads_and_forks import start_thread
 
+_LIBRARY = "libjax_common.so"
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 """Variable with the time that OpenBLAS's threads spin before they sleep: 2 to this power of cycles, at least
 4. The default of 26 keeps all cores but one busy for 0.1 s when NumPy is imported
@@ -51,7 +52,7 @@ def jaxlib_library() -> str | None:
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
         return None
-    return os.path.join(spec.submodule_search_locations[0], "libjax_common.so")
+    return os.path.join(spec.submodule_search_locations[0], _LIBRARY)
 
 
 def import_numpy() -> None:
@@ -101,8 +102,6 @@ def _open_jaxlib() -> None:
     start_thread(open_library, "prejit-open-jaxlib")
 
 
-_LIBRARY = b"/jaxlib/libjax_common.so\n"
-"""The end of the lines of jaxlib's library in /proc/self/maps."""
 _MADV_DONTNEED = 4
 """A number of madvise(2)."""
 
@@ -120,8 +119,9 @@ def unmap_library_pages() -> None:
 def _unmap() -> None:
     from ctypes import CDLL, c_size_t, c_void_p
 
+    end_of_line = f"/jaxlib/{_LIBRARY}\n".encode()
     with open("/proc/self/maps", "rb") as maps:
-        parts = [line.split() for line in maps if line.endswith(_LIBRARY)]
+        parts = [line.split() for line in maps if line.endswith(end_of_line)]
     for addresses, access, offset, *_ in parts:
         if access == b"r-xp" or (access == b"r--p" and int(offset, 16) == 0):
             start, end = (int(each, 16) for each in addresses.split(b"-"))

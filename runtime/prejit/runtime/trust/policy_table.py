@@ -143,7 +143,7 @@ class Table:
 
     def list_of_tables(self, key: str) -> list[Table]:
         """Return a list of tables; none if it is not there."""
-        listed: list[Any] = self._value(key, list, "[[rules]]") if self.has(key) else []
+        listed: list[Any] = self._value(key, list, f"[[{key}]]") if self.has(key) else []
         for each in listed:
             if type(each) is not dict:
                 raise self.error(f"expected a table, found {shown(each)}", key)
