@@ -113,7 +113,7 @@ class Progress(abc.ABC):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What has ended until now, in the order of the ends."""
+        """The steps that have ended so far, in the order in which they ended."""
         with self._lock:
             return tuple(self._steps)
 

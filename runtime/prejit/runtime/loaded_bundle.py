@@ -1,4 +1,4 @@
-"""What is true of every loaded bundle: its parts, its end, its programs, and how it started."""
+"""The base of every loaded bundle: its parts, its end, its programs, and how it started."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class LoadedBundle(OneProcess):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether prompts may be text."""
+        """True if prompts may be text."""
         return self.text.has_tokenizer
 
     @property
@@ -264,7 +264,7 @@ class LoadedBundle(OneProcess):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the bundle has a template for `apply_chat_template`."""
+        """True if the bundle has a template for `apply_chat_template`."""
         return self.text.has_chat_template
 
     def finish(self) -> None:

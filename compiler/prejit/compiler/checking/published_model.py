@@ -1,4 +1,4 @@
-"""What a build would make of a published model: its sizes by stored dtype, without building.
+"""Compute the sizes of a published model by stored dtype, as a build would make it, without building.
 
 Only config.json and the headers of the weights are read.
 """

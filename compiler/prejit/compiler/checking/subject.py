@@ -97,7 +97,7 @@ class Subject:
 
     @property
     def encodes(self) -> bool:
-        """Whether the model is an encoder-decoder: `encode` takes the place of `make_cache`."""
+        """True if the model is an encoder-decoder: `encode` takes the place of `make_cache`."""
         return hasattr(self.bound, "encode") and not hasattr(self.bound, "make_cache")
 
     @cached_property
@@ -200,7 +200,7 @@ class Subject:
 
     @property
     def has_positions(self) -> tuple[bool, ...]:
-        """Whether each array of the cache has positions."""
+        """True if each array of the cache has positions."""
         return tuple(POSITIONS in array.variables for array in self.layout.arrays)
 
     # ---------------------------------------------------------------- calls

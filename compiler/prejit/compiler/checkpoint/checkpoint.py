@@ -324,7 +324,7 @@ def _shards(index: Path) -> list[Path]:
 def _published(files: Iterable[Path], reading: Reading) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors in files by name, and problems.
 
-    Of several tensors of one name that is meant whose file the index gives.
+    If several files have a tensor of one name, the one in the file that the index gives counts.
     """
     held: dict[str, list[Tensor]] = {}
     where: Mapping[str, str] = {}

@@ -1,4 +1,4 @@
-"""What `prejit inspect` shows of programs with the build side: their texts, costs and roofline."""
+"""Views of programs that `prejit inspect` adds with the build side: their texts, costs and roofline."""
 
 from __future__ import annotations
 

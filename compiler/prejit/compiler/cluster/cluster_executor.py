@@ -216,7 +216,7 @@ class ClusterExecutor:
         connection = self._connection
         assert connection is not None
         sized = idle_since = time.monotonic()
-        is_told = False
+        is_reported = False
         try:
             while not self._closed.is_set():
                 self._take_calls(wait=not self._attempts)
@@ -231,8 +231,8 @@ class ClusterExecutor:
                     cores = self._size.cores
                     self._schedule.resize(cores)
                     idle_since = now if cores or not self._attempts else idle_since
-                    if now - idle_since > _PATIENCE_SECONDS and not is_told:
-                        is_told = True
+                    if now - idle_since > _PATIENCE_SECONDS and not is_reported:
+                        is_reported = True
                         self._progress.note(f"{self._address}: waiting for nodes with CPUs")
                 self._decide(connection)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What a node of a cluster runs: compile one program with the toolchain that the build asks for.
+"""Compile one program on a cluster node, with the toolchain that the build asks for.
 
 The code is the build's own: Ray sends it. So a node compiles with exactly the code that is in the key. Its
 Python needs the packages that this code imports, `pip install 'prejit[compiler,ray,store]'`; jax comes from

@@ -1,4 +1,4 @@
-"""What differs between two bundles: programs and their instructions, weights, requirements, versions."""
+"""Differences between two bundles: programs and their instructions, weights, requirements, versions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ProgramDifference:
 
 @dataclass(frozen=True, slots=True)
 class BundleDifference:
-    """What differs between two bundles.
+    """The differences between two bundles.
 
     Attributes:
         before, after: their digests.
@@ -98,7 +98,7 @@ class BundleDifference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the bundles are the same, byte for byte."""
+        """True if the bundles are the same, byte for byte."""
         return self.before == self.after
 
 

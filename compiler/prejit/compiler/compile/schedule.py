@@ -172,8 +172,8 @@ class Schedule:
         if nodes >= MAX_NODE_LOSSES or len(job.losses) - nodes >= MAX_WORKER_LOSSES:
             name = found.job
             self.drop(name)
-            told = ", ".join(f"{kind.value} on {where or '?'}" for kind, where in job.losses)
-            reason = f"{len(job.losses)} attempts ended without an answer: {told}"
+            losses = ", ".join(f"{kind.value} on {where or '?'}" for kind, where in job.losses)
+            reason = f"{len(job.losses)} attempts ended without an answer: {losses}"
             self._decided.append(GiveUp(name, reason, tuple(kind for kind, _ in job.losses)))
         elif not job.attempts:
             self._push(found.job)

@@ -1,4 +1,4 @@
-"""What a portable program holds: its operations, its text, and its arithmetic."""
+"""Contents of a portable program: its operations, its text, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prejit.runtime.device.portable import stablehlo_module
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What a program computes, whatever the version of StableHLO in which it is stored.
+    """The computation of a program, whatever the version of StableHLO in which it is stored.
 
     Attributes:
         digest: digest of the program as text, without the places in source files that it came from.

@@ -405,5 +405,5 @@ def _toml(value: Any) -> str:
 
 
 def _is_release(version: str) -> bool:
-    """Whether a version is a release: manifests accept no other for `jax`."""
+    """Return whether a version is a release: manifests accept no other for `jax`."""
     return re.fullmatch(r"\d+(\.\d+){1,3}", version) is not None

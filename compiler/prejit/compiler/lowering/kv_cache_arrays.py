@@ -74,7 +74,7 @@ class CacheLayout:
 
     @property
     def is_rewindable(self) -> bool:
-        """Whether a row can go back to an earlier position, because no array holds the state of a text."""
+        """True if a row can go back to an earlier position, because no array holds the state of a text."""
         return self.source is not None or all(POSITIONS in each.variables for each in self.arrays)
 
 

@@ -305,7 +305,7 @@ class Program:
 
     @property
     def is_file(self) -> bool:
-        """Whether the program is read from a file."""
+        """True if the program is read from a file."""
         return isinstance(self.fn, str) and not names_object(self.fn)
 
     @property
@@ -442,7 +442,7 @@ class Manifest:
 
     @property
     def has_own_model(self) -> bool:
-        """Whether the model is a decoder of the user."""
+        """True if the model is a decoder of the user."""
         return self.model is not None and self.model.module is not None
 
     @property
@@ -461,7 +461,7 @@ class Manifest:
 
     @property
     def reads_images(self) -> bool:
-        """Whether the model reads images."""
+        """True if the model reads images."""
         model = self.encode or self.generate
         return model is not None and bool(model.images)
 

@@ -54,7 +54,7 @@ class NarrowMatrix:
 
     @property
     def is_sliceable(self) -> bool:
-        """Whether it is a stack of matrices, each with scales of its own."""
+        """True if it is a stack of matrices, each with scales of its own."""
         return self.values.ndim > 2 and 0 not in self.shared and self.order[0] == 0
 
     @property
@@ -69,7 +69,7 @@ class NarrowMatrix:
 
 
 Uses = dict[str, set[tuple[int, ...] | None]]
-"""What is done with matrices, by name: the axes that a product sums over; None: anything else."""
+"""The operations on matrices, by name, each with the axes that a product sums over; None: no product."""
 
 _USES: ContextVar[Uses | None] = ContextVar("uses", default=None)
 

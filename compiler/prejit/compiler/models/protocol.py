@@ -1,4 +1,4 @@
-"""What a model must offer for `prejit` to generate with it: the protocol of our families and of user models.
+"""The protocol of models that `prejit` generates with: those of our families, and those of users.
 
 A decoder is one function of new tokens and a cache. Prefill, chunked prompts, decode steps and the
 verification of drafts are that function at different shapes. What the cache is made of is the model's affair:

@@ -1,4 +1,4 @@
-"""What a build gets and gives: the options and services of a command, and the result of each build."""
+"""Input and output of a build: the options and services of a command, and the result of each build."""
 
 from __future__ import annotations
 

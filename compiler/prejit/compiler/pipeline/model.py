@@ -78,7 +78,7 @@ class ModelFiles:
 
     @property
     def chooses(self) -> bool:
-        """Whether a build may give matrices more bits than the manifest says: of an encoder of texts."""
+        """True if a build may give matrices more bits than the manifest says: of an encoder of texts."""
         return self.layout is not None and not self.images
 
 
@@ -239,7 +239,7 @@ def int4_text(manifest: Manifest, files: ModelFiles | None) -> Path | None:
 
 
 def may_round_to_int4(manifest: Manifest, files: ModelFiles | None) -> bool:
-    """Whether a text may decide how matrices are rounded to int4.
+    """Return whether a text may decide how matrices are rounded to int4.
 
     It decides none of encoders of images, nor of encoder-decoders.
     """

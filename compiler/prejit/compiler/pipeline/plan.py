@@ -158,7 +158,7 @@ class TargetKernels:
 
 @dataclass(frozen=True)
 class OwnFacts:
-    """What a build needs to know of a decoder of the user when nothing is traced.
+    """The facts about a decoder of the user that a build needs when nothing is traced.
 
     Attributes:
         parameters: its parameters by name, as `content_of` describes them.
@@ -197,7 +197,7 @@ class PlannedProgram:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a manifest asks for.
+    """The programs and targets that a manifest asks for.
 
     Attributes:
         model: the files of the model; None: the manifest has no source, or it was not fetched yet.
@@ -243,7 +243,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What decides a plan beside its manifest and its store. Processes that lower plan with the same options.
+    """The input of a plan beside its manifest and its store. Processes that lower plan with the same options.
 
     Attributes:
         only: names of targets; empty: all targets of the manifest.

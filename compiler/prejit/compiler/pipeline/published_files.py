@@ -69,7 +69,7 @@ class HashedFile:
 
     @property
     def is_known(self) -> bool:
-        """Whether the digest is known."""
+        """True if the digest is known."""
         return self._digest is not None
 
     def read_ahead(self, start: int, end: int) -> None:
@@ -175,7 +175,7 @@ class Published:
 
     @property
     def are_known(self) -> bool:
-        """Whether the digests of all files are known."""
+        """True if the digests of all files are known."""
         draft = self.draft is None or self.draft.are_known
         return draft and all(each.is_known for each in self.hashed.values())
 

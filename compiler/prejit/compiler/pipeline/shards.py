@@ -64,14 +64,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a shard packed: the number of the shard, and the digest of the bundle."""
+    """The result of a shard: its number, and the digest of the bundle that it packed."""
 
     shard: int
     digest: str
 
 
 class Turn(Enum):
-    """Whether it is this shard's turn to pack."""
+    """The answers to whether it is this shard's turn to pack."""
 
     NOW = "pack now"
     LATER = "another shard packs, and may fail"

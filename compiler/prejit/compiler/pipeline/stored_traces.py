@@ -43,7 +43,7 @@ _MAX_STEPS = 32
 
 @dataclass(frozen=True)
 class Known:
-    """What the store knows of a trace.
+    """The knowledge of the store about a trace.
 
     Attributes:
         name: name of the program, for people: `demo/score/batch8`.

@@ -65,7 +65,7 @@ class CompiledTarget:
 
     @property
     def results(self) -> Mapping[str, Compiled]:
-        """What the compiler returned, by program."""
+        """The results of the compiler, by program."""
         return {each.spec.name: each.compiled for each in self.executables}
 
 

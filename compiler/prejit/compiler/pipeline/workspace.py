@@ -1,4 +1,4 @@
-"""What the steps of one build share: its plan, its model and the user's code, each read at most once.
+"""State that the steps of one build share: plan, model and the user's code, each read at most once.
 
 Reading the user's code imports JAX and the modules that a manifest names.
 """
@@ -42,7 +42,7 @@ Functions = Mapping[str, "UserFunction | LoweredProgram"]
 
 @dataclass(frozen=True)
 class UserCode:
-    """What a manifest names in modules of the user.
+    """The objects that a manifest names in modules of the user.
 
     Attributes:
         functions: the functions of [[program]] sections.
@@ -59,7 +59,7 @@ class UserCode:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the steps of one build share: the plan as far as it is known, and how the rest is read and kept.
+    """State that the steps of one build share: the plan so far, and how the rest is read and kept.
 
     `model`, `draft_model` and `code` read the models and import the user's code on the first call, and return
     the same value on later ones.

@@ -1,4 +1,4 @@
-"""What a bundle records about its own build: the manifest, the sources, the versions, the conditions."""
+"""The record of a bundle about its own build: the manifest, the sources, the versions, the conditions."""
 
 from __future__ import annotations
 

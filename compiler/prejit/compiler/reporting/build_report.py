@@ -54,7 +54,7 @@ class ReportedProgram:
 
 @dataclass(frozen=True, slots=True)
 class BucketCost:
-    """What a size of one axis costs, and what it buys.
+    """The cost of a size of one axis, and what it saves.
 
     Attributes:
         axis: `batch`, `prompt`, `context`, `length`, or a variable of a function.
@@ -116,7 +116,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a build did.
+    """The report of a build.
 
     Attributes:
         report: REPORT_VERSION.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prejit.compiler.progress import Step
 
 BETWEEN = "other work"
-"""What a critical path says where no step ran: imports, plans, reading and checking files."""
+"""The text of a critical path where no step ran: imports, plans, reading and checking files."""
 
 INSTANT = 0.005
 """Steps of fewer seconds are left out, and so are gaps in a critical path: waits for nothing, for example."""

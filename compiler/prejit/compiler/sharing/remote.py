@@ -77,7 +77,7 @@ class Remote(Protocol):
     def create(self, path: str, content: bytes) -> bool:
         """Write a small file unless there is one; return whether the file is ours.
 
-        Of several machines that do so at the same time, one succeeds. A store without conditional writes
+        If several machines do so at the same time, one succeeds. A store without conditional writes
         cannot promise it (`claim`). A file with the same content is ours: the answer to an earlier attempt
         was lost.
         """
@@ -192,7 +192,7 @@ class Patient:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What was removed from a shared store."""
+    """The results that were removed from a shared store."""
 
     name: str
     removed: int

@@ -50,7 +50,7 @@ class Key:
 
     @cached_property
     def is_sealed(self) -> bool:
-        """Whether an ingredient is sealed: the key means nothing outside of its store."""
+        """True if an ingredient is sealed: the key means nothing outside of its store."""
         return any(value.startswith(SEALED) for _, value in self.ingredients)
 
     def digits_in(self, namespace: str) -> str:

@@ -34,7 +34,7 @@ class Store(Protocol):
 
     @property
     def namespace(self) -> str:
-        """What separates the results of this store from those of others in the same directory."""
+        """A text that separates the results of this store from those of others in the same directory."""
 
     def get(self, key: Key, *, verify: bool = False) -> Mapping[str, Any] | None:
         """Return the result of a key; None: the store has none, or one of its blobs is missing.

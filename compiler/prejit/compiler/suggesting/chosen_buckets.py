@@ -129,12 +129,12 @@ MOST_SIZES = 16
 """The largest number of sizes of one axis."""
 
 PROMPT_MULTIPLE, CONTEXT_MULTIPLE, LENGTH_MULTIPLE = 8, 16, 8
-"""What sizes in tokens are multiples of, so that rows of arrays begin at addresses that fast loops want."""
+"""Sizes in tokens are multiples of these, so that rows of arrays begin at addresses that fast loops want."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeAxis:
-    """What the sizes of one axis compute for a load.
+    """The positions that the sizes of one axis compute for a load.
 
     Attributes:
         name: `prompt`, `context`, `batch`, or `shapes`.

@@ -53,7 +53,7 @@ class LoggedEncoding:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequests:
-    """What a log holds.
+    """The contents of a log.
 
     Attributes:
         generations: requests to a decoder, each with the number of times that it occurs.

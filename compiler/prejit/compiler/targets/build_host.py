@@ -1,4 +1,4 @@
-"""What this machine is, and what it can compile for."""
+"""This machine as a build host: its CPU, and the targets that it can compile for."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Toolchain:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an executable uses the extensions of the target only, whatever the build host has."""
+        """True if an executable uses the extensions of the target only, whatever the build host has."""
         return self.target.cpu_features is not None and cross_compiles(self.jaxlib)
 
     @property

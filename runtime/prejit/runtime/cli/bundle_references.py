@@ -36,9 +36,9 @@ def local_bundle(path: str, *, every: bool) -> str:
     from prejit.runtime.ship.pulling import Wanted, pull
 
     with progress() as show:
-        store, told = machine_store(), reporting(show)
+        store, arrivals = machine_store(), reporting(show)
         wanted = Wanted(None if every else Fingerprint.current())
-        return str(pull(reference, store, wanted, policy_paths(), told).path)
+        return str(pull(reference, store, wanted, policy_paths(), arrivals).path)
 
 
 @contextlib.contextmanager

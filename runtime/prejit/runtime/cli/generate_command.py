@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F")
 _METAVARS = {int: "N", float: "X", list: "TEXT", str: "TEXT"}
-"""What the help shows for the value of a generation option, by its type."""
+"""The value of a generation option as the help shows it, by its type."""
 
 
 def _generation_options(command: _F) -> _F:

@@ -1,4 +1,4 @@
-"""What commands print and write: data on stdout, everything else on stderr."""
+"""The output of commands: data on stdout, everything else on stderr."""
 
 from __future__ import annotations
 

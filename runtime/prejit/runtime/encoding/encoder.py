@@ -41,7 +41,7 @@ _PATIENCE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """What a call of `encode` cost.
+    """The cost of a call of `encode`.
 
     Attributes:
         sentences: the number of sentences.

@@ -71,8 +71,8 @@ def tokenize_pairs(
     if template is not None:
         if query is None:
             raise UsageError("query: expected a text, found none: this model compares two texts")
-        told = default if instruction is None else arguments.text("instruction", instruction)
-        pairs = [_filled(template, told, *pair) for pair in zip(queries, listed, strict=True)]
+        filled_in = default if instruction is None else arguments.text("instruction", instruction)
+        pairs = [_filled(template, filled_in, *pair) for pair in zip(queries, listed, strict=True)]
     else:
         pairs = listed if query is None else list(zip(queries, listed, strict=True))
     is_plain = template is None
@@ -105,7 +105,7 @@ def tokenize_pairs(
         for each in found
     ]
     if template is not None and too_long:
-        end = _end(tokenizer, template, told)[-limit:]
+        end = _end(tokenizer, template, filled_in)[-limit:]
         for place in too_long:
             ids[place][len(ids[place]) - len(end) :] = end
     if (unread := described.unread) is not None:

@@ -45,8 +45,8 @@ _OF_CODE = (
     "co_exceptiontable",
 )
 """Attributes of code that decide what it does. The others tell where it was written."""
-_TOLD = {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "ml_dtypes"}
-"""Packages whose classes tell pickle all that counts, and whose functions read no globals that do."""
+_BASE_LIBRARIES = {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "ml_dtypes"}
+"""Packages whose classes give pickle all that counts, and whose functions read no globals that do."""
 _OF_PYTHON = {each: f"types:{name}" for name, each in vars(types).items() if isinstance(each, type)}
 """Names of the classes of None and the like, which builtins does not have."""
 _CONTAINERS: dict[str, Any] = {each.__name__: each for each in (tuple, list, set, frozenset)}
@@ -95,7 +95,7 @@ class EncodedConstant:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether a part of it can be compared in its own process alone."""
+        """True if a part of it can be compared in its own process alone."""
         return '["unknown",' in self.text
 
 
@@ -317,7 +317,7 @@ def _parts(value: Any) -> list[Any]:
         cells = [[] if cell == types.CellType() else [cell.cell_contents] for cell in held]
         known, code, kept = value.__globals__, value.__code__, value.__dict__
         names, attributes = _globals_of(code)
-        is_read = not is_told(known.get("__name__"))
+        is_read = not is_base(known.get("__name__"))
         read = _read(known, names & known.keys(), attributes) if is_read else []
         return [code, value.__defaults__, value.__kwdefaults__, kept, read, *cells]
     if isinstance(value, types.CodeType):
@@ -333,7 +333,7 @@ def _parts(value: Any) -> list[Any]:
         if all(base.__module__ != "flax.linen.module" for base in kind.__mro__):
             fields |= _attributes(value)  # flax.linen gives each module an id
         return [kind, sorted(fields.items())]
-    match kind.__name__ if is_told(kind.__module__) else f"{kind.__module__}.{kind.__name__}":
+    match kind.__name__ if is_base(kind.__module__) else f"{kind.__module__}.{kind.__name__}":
         case "PyTreeDef":
             return [value.node_data(), value.children()]
         case "Device":
@@ -354,15 +354,15 @@ def _parts(value: Any) -> list[Any]:
             raise TypeError("an object without a name")
         return [kind, reduced]
     found = [*reduced]
-    if not is_told(kind.__module__):  # a class's own __reduce__ may hide attributes
+    if not is_base(kind.__module__):  # a class's own __reduce__ may hide attributes
         at = 2 if _reduces(kind) == _reduces(object) else len(found)
         found[at : at + 1] = [_attributes(value)]
     return [list(part) if hasattr(part, "__next__") else part for part in found]
 
 
-def is_told(module: object) -> bool:
+def is_base(module: object) -> bool:
     """Return whether a module is Python's or jax's: its functions read no variables that count."""
-    return str(module).partition(".")[0] in _TOLD
+    return str(module).partition(".")[0] in _BASE_LIBRARIES
 
 
 def _read(known: dict[str, Any], names: frozenset[str], attributes: frozenset[str]) -> list[Any]:
@@ -370,7 +370,7 @@ def _read(known: dict[str, Any], names: frozenset[str], attributes: frozenset[st
     found: list[Any] = []
     for name in sorted(names):
         found.append([name, value := known[name]])
-        if isinstance(value, types.ModuleType) and not is_told(value.__name__):
+        if isinstance(value, types.ModuleType) and not is_base(value.__name__):
             more = attributes - {name}
             found += _read(vars(value), more & vars(value).keys(), more)
     return found

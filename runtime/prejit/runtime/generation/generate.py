@@ -89,7 +89,7 @@ class Generation:
 
     @property
     def has_stops(self) -> bool:
-        """Whether a stop string may end the text."""
+        """True if a stop string may end the text."""
         return self._stops is not None
 
     def take(self, token: Token) -> Piece:

@@ -186,7 +186,7 @@ class Sampling:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a penalty is on, so that the programs need counts of the tokens so far."""
+        """True if a penalty is on, so that the programs need counts of the tokens so far."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0)
 

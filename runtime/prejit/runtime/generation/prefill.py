@@ -48,7 +48,7 @@ class Entering:
 
     @property
     def can_decode(self) -> bool:
-        """Whether only the prompt's last token is missing: a decode step then gives the first new one."""
+        """True if only the prompt's last token is missing: a decode step then gives the first new one."""
         return self.start == len(self.row.request.prompt) - 1
 
     def read(self, results: Mapping[str, DeviceArray], place: int) -> None:

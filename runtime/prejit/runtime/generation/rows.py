@@ -59,7 +59,7 @@ class CachedText(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
-    """What a request has cost so far.
+    """The cost of a request so far.
 
     Attributes:
         reused_tokens: tokens of the prompt that were in a cache already.

@@ -49,7 +49,7 @@ class JitStats:
 
 
 class JitFunction(Protocol[P, R_co]):
-    """What `jit` returns: a function of jax.jit (jax.stages.Wrapped) with statistics.
+    """The result of `jit`: a function of jax.jit (jax.stages.Wrapped) with statistics.
 
     Attributes:
         program_name: the name of its program in the bundle.

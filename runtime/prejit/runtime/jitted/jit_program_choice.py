@@ -65,7 +65,7 @@ class Fit:
 
 @dataclass(slots=True)
 class _Leaves:
-    """What a walk through the arguments of a call finds.
+    """The result of a walk through the arguments of a call.
 
     Attributes:
         found: each leaf, with the program's.

@@ -1,4 +1,4 @@
-"""What the results of a program are made into: the structure and types that jax.jit would return."""
+"""The result of a call: the structure and types that jax.jit would return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prejit.runtime.programs.pytree import ORDERED, bare_object
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a function returns.
+    """The result of a function.
 
     Attributes:
         structure: jax's PyTreeDef.

@@ -40,7 +40,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What a fleet's directory holds.
+    """The contents of a fleet's directory.
 
     Attributes:
         machines: sorted by name.

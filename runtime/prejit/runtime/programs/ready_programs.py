@@ -306,7 +306,7 @@ class Programs:
 
     @property
     def are_loaded(self) -> bool:
-        """Whether programs come out of the bundle; if not, they are compiled here."""
+        """True if programs come out of the bundle; if not, they are compiled here."""
         return self._executables is not None
 
     def ready(self, name: str) -> bool:

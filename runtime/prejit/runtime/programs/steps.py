@@ -56,7 +56,7 @@ def _picker(places: Sequence[int]) -> _Pick:
 
 
 Rest = tuple[Route, Sequence[DeviceArray], ChosenBucket]
-"""What `Steps.rebuild` takes: the route, the arrays of results that are no state, the bucket that ran."""
+"""The input of `Steps.rebuild`: the route, the arrays of results that are no state, the bucket that ran."""
 
 
 class LoneStep(NamedTuple):

@@ -49,7 +49,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What became of the programs of one name.
+    """The outcome of the programs of one name.
 
     Attributes:
         name: jax's name of the programs.
@@ -303,7 +303,7 @@ def telling(
     `directory` is where the processes of the program write their events. `tell` takes a paragraph for each
     miss, in a thread of its own.
     """
-    told: set[Miss] = set()
+    explained_misses: set[Miss] = set()
     known = 0
     over = threading.Event()
 
@@ -314,9 +314,9 @@ def telling(
             return
         known = size
         misses = report_of(bundle, read_events(directory), machine).misses
-        for paragraph in explained([miss for miss in misses if miss not in told]):
+        for paragraph in explained([miss for miss in misses if miss not in explained_misses]):
             tell(paragraph)
-        told.update(misses)
+        explained_misses.update(misses)
 
     def follow() -> None:
         while not over.wait(_PAUSE_SECONDS):

@@ -136,9 +136,9 @@ class BlobDirectory:
         return at.size
 
     def write(self, at: Descriptor, pieces: Pieces, arrival: ArrivingBlob | None = None) -> None:
-        """Write a blob unless it is there. Of several processes that write it, one does and the others wait.
+        """Write a blob unless it is there. If several processes write it, one does and the others wait.
 
-        `arrival` is told how far it is.
+        `arrival` gets the progress.
 
         Raises:
             RejectError: other bytes arrive than the digest names. Nothing of them is kept.

@@ -67,7 +67,7 @@ class StoredBundle:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What `MachineStore.collect` removed, or would remove: bundles, files, and their bytes."""
+    """The result of `MachineStore.collect`, or of its dry run: bundles, files, and their bytes."""
 
     bundles: int
     files: int

@@ -52,7 +52,7 @@ class Reference:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is a URL."""
+        """True if it is a URL."""
         return self.scheme in SCHEMES
 
     @property
@@ -67,7 +67,7 @@ class Reference:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the host is this machine, which may be asked without TLS."""
+        """True if the host is this machine, which may be asked without TLS."""
         return self.host.rpartition(":")[0] in _LOCAL_HOSTS or self.host in _LOCAL_HOSTS
 
     def at(self, digest: str) -> Reference:

@@ -45,7 +45,7 @@ Report = Callable[[TransferProgress], object]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a transfer did.
+    """The result of a transfer.
 
     Attributes:
         digest: the bundle's.

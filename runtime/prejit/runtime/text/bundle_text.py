@@ -33,12 +33,12 @@ class BundleText:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the bundle has a tokenizer."""
+        """True if the bundle has a tokenizer."""
         return TOKENIZER_MEDIA_TYPE in self._layers
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the bundle has a chat template."""
+        """True if the bundle has a chat template."""
         return CHAT_MEDIA_TYPE in self._layers
 
     @once

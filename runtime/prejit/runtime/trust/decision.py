@@ -69,7 +69,7 @@ class CurrentRelease(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Whether a bundle may run.
+    """The decision about a bundle.
 
     Attributes:
         refusal: why not; None: it may.

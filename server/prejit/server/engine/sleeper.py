@@ -153,12 +153,12 @@ class Sleeper:
 
     @property
     def yields(self) -> bool:
-        """Whether new requests wait until another engine has taken this memory."""
+        """True if new requests wait until another engine has taken this memory."""
         return time.monotonic() < self._yields_until
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request runs or waits."""
+        """True if no request runs or waits."""
         return not self._running and not self._live()
 
     def sleep(self, free: Callable[[], object], *, between: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""What every request passes: its id, the key, the limits, and the record of it."""
+"""The gate of every request: its id, the key, the limits, and the record of it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _AT_ONCE = 8
 
 @dataclass(slots=True)
 class Report:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
         equal: how many requests gave the same tokens, or the same bytes.

@@ -40,7 +40,7 @@ _PROTOCOL_PARAMETERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What the buckets of a program with the same tree take and give.
+    """The arguments and results of the buckets of a program with the same tree.
 
     Attributes:
         arguments: the tree of arguments.
@@ -178,7 +178,7 @@ class InferenceModels:
 def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[Any]]:
     """Return the values that buckets have for each static argument, by its name.
 
-    Of a value that no request can give, such as a dataclass, it is a text for people.
+    A value that no request can give, such as a dataclass, is returned as a text for people.
     """
     found: dict[str, dict[str, Any]] = {}
     for bucket in buckets:

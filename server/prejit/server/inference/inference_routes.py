@@ -59,7 +59,7 @@ OPERATIONS = (
         error=InferError,
     ),
 )
-"""What the OpenAPI document says of these routes."""
+"""The entries of these routes in the OpenAPI document."""
 
 
 def routes(models: Models, settings: Settings) -> list[Route]:

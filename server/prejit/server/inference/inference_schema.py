@@ -72,7 +72,7 @@ class InferResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class InferResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a program returned.
+    """The results of a program.
 
     Attributes:
         model_name: the name in the path.

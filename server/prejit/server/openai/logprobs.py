@@ -23,7 +23,7 @@ from prejit.server.openai.engine_calls import AskedTexts, TextCall
 from prejit.server.served.served import Served
 
 LEAST = -9999.0
-"""What OpenAI gives for a probability of 0, whose logarithm JSON cannot hold."""
+"""OpenAI's value for a probability of 0, whose logarithm JSON cannot hold."""
 
 
 class TopLogprob(ResponseFields, frozen=True, kw_only=True):

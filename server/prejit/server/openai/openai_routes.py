@@ -94,7 +94,7 @@ _HANDLERS: dict[Operation, Handler] = {
 }
 
 OPERATIONS = tuple(_HANDLERS)
-"""What the OpenAPI document says of these routes."""
+"""The entries of these routes in the OpenAPI document."""
 
 
 def routes(models: Models, settings: Settings) -> list[Route]:

@@ -15,7 +15,7 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class BundleAnswer:
-    """What a bundle gave for a request.
+    """The answer of a bundle to a request.
 
     Attributes:
         status: of the response.

@@ -53,7 +53,7 @@ from prejit.server.telemetry.watched_engine import WatchedEngine
 _log = logging.getLogger(__name__)
 
 Stage = Literal["loading", "trying", "sharing", "promoted", "rolled back"]
-"""What a canary does, in order. The last two are its ends."""
+"""The states of a canary, in order. The last two are its ends."""
 
 LEAST_REQUESTS = 50
 """The fewest requests of clients that both bundles must have answered before a release is promoted."""

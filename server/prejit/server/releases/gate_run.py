@@ -56,7 +56,7 @@ _MOST_ROUNDS = 60
 
 @dataclass(frozen=True, slots=True)
 class GateOptions:
-    """What a gate plays, and how long.
+    """The requests that a gate plays, and for how long.
 
     Attributes:
         lines: requests of a log.
@@ -79,7 +79,7 @@ class GateOptions:
 
 @dataclass(frozen=True, slots=True)
 class GateVerdict:
-    """What a gate found.
+    """The result of a gate.
 
     Attributes:
         old, new: the digests of the bundles; the new one is empty if it cannot be read.

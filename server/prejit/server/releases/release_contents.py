@@ -1,4 +1,4 @@
-"""What two bundles say of themselves, compared before any of them runs: targets, programs, sizes, limits."""
+"""Compare what two bundles say of themselves, before any of them runs: targets, programs, sizes, limits."""
 
 from __future__ import annotations
 

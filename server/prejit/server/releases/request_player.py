@@ -30,7 +30,7 @@ _SAID = {"text", "content", "reasoning_content", "arguments", "refusal", "delta"
 
 @dataclass(frozen=True, slots=True)
 class PlayedRequest:
-    """What a request gave.
+    """The answer to a request.
 
     Attributes:
         entry: its record: status, and the calls of engines with what they gave.
@@ -46,7 +46,7 @@ class PlayedRequest:
 
     @property
     def said(self) -> str:
-        """What the model said, as text, whether it was streamed or not."""
+        """The text of the answer, whether it was streamed or not."""
         found: list[str] = []
         for line in self.answer.splitlines():
             _collect(_json(line.removeprefix(b"data: ")), found)

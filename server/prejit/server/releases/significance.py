@@ -1,4 +1,4 @@
-"""Whether one of two bundles is slower, from times that they took in turns: ratios with their intervals.
+"""Decide if one of two bundles is slower, from times that they took in turns: ratios with their intervals.
 
 Single times on a machine with other work scatter by far more than what is looked for. So the two sides take
 turns, a request at a time, and what counts is the ratio of each pair. A process has a speed of its own, by

@@ -1,4 +1,4 @@
-"""What a server tells the person who started it. It goes on when nobody reads that any more."""
+"""Messages of a server to the person who started it. It goes on when nobody reads them any more."""
 
 from __future__ import annotations
 

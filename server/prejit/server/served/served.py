@@ -98,7 +98,7 @@ class Served:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether it has given its memory back. The next request wakes it."""
+        """True if it has given its memory back. The next request wakes it."""
         return self.engine.sleeper.is_sleeping
 
     def close(self) -> None:

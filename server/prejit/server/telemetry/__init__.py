@@ -1,4 +1,4 @@
-"""What a server tells those who run it: metrics for Prometheus, spans, the log of requests.
+"""Telemetry of a server for its operators: metrics for Prometheus, spans, the log of requests.
 
 May import `served` and the rooms below it.
 """

@@ -37,7 +37,7 @@ Request = tuple[str, str, int, list[tuple[str, float]], int]
 
 
 class Spans(msgspec.Struct, frozen=True):
-    """What the engines did, in times since 1970.
+    """The work of the engines, in times since 1970.
 
     Attributes:
         started_ns, ended_ns: when the recording began and ended.

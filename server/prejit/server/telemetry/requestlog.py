@@ -46,7 +46,7 @@ KEPT_HEADERS = (b"content-type", b"inference-header-content-length")
 """The headers that change what a body means."""
 
 _TIMES = ("prompt_tokens", "reused_tokens", "new_tokens", "queue_seconds", "first_token_seconds")
-"""What a line has of the statistics of a generation."""
+"""The statistics of a generation that a line has."""
 
 
 @dataclass(slots=True)

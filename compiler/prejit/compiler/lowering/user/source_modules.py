@@ -40,7 +40,7 @@ _MOST_OBJECTS = 100_000
 def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the modules of the functions and classes in an object, at any depth, sorted.
 
-    Of functions without a file, as of a notebook, what they read counts. `files` are sources whose modules
+    A function without a file, as in a notebook, leads to what it reads. `files` are sources whose modules
     count too.
     """
     names = {name for name in [*sys.modules] if _file_of(name) in files}
@@ -57,7 +57,7 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
             for base in each.__mro__:
                 if _file_of(base.__module__):
                     names.add(base.__module__)
-                elif not constants.is_told(base.__module__):
+                elif not constants.is_base(base.__module__):
                     waiting += vars(base).values()
         elif kind is types.FunctionType:
             known = each.__globals__
@@ -75,7 +75,7 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def _held(value: Any) -> list[Any]:
-    """Return what an object holds of the application; what jax keeps of calls so far is none of it."""
+    """Return the objects that an object of the application holds, without what jax keeps of earlier calls."""
     match value:
         case list() | tuple() | set() | frozenset():
             return [*value]
@@ -98,7 +98,7 @@ def _held(value: Any) -> list[Any]:
         case property():
             return [value.fget]
     held = getattr(value, "__dict__", {})  # a class may raise anything for other names
-    if "__wrapped__" not in held and constants.is_told(type(value).__module__):
+    if "__wrapped__" not in held and constants.is_base(type(value).__module__):
         return []
     slots = (name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()))
     return [held, *(getattr(value, name, None) for name in slots)]
@@ -125,14 +125,14 @@ def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[
         if name in modules:
             continue
         spec = (_spec_of(loaded(name)) if is_loaded else None) or present.spec(name)
-        if spec is None and name in roots and not constants.is_told(name) and not present.spec(top):
+        if spec is None and name in roots and not constants.is_base(name) and not present.spec(top):
             modules[name] = ""
         if spec is None or not spec.has_location or spec.origin is None:
             continue
         file = os.path.abspath(spec.origin)
-        if is_installed(file) and (is_standard(file) or is_ours(file) or constants.is_told(name)):
+        if is_installed(file) and (is_standard(file) or is_ours(file) or constants.is_base(name)):
             continue
-        if is_installed(file) and _is_told_by_version(top):
+        if is_installed(file) and _has_code_of_version(top):
             packages.add(top)
         else:
             content = read_source(spec)
@@ -161,8 +161,8 @@ def _spec_of(module: Any) -> ModuleSpec | None:
 
 
 @functools.cache
-def _is_told_by_version(package: str) -> bool:
-    """Return whether the version of a package tells its code: not where a directory or repository had it."""
+def _has_code_of_version(package: str) -> bool:
+    """Return whether a package's version decides its code: not if it comes from a directory or repository."""
     owners = owners_of(package)
     origins = (metadata.distribution(each).read_text("direct_url.json") for each in owners)
     return bool(owners) and all("archive_info" in each for each in origins if each)

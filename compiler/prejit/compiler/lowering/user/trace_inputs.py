@@ -1,4 +1,4 @@
-"""What tracing a user's code reads, by name, and the digest of each of these inputs as it is now. No JAX.
+"""The inputs that tracing a user's code reads, by name, and the digest of each as it is now. No JAX.
 
 A name is the same on every machine: modules by their import names, files by a path that is relative to the
 manifest or to the home directory. So builds of one checkout share traces.
@@ -76,7 +76,7 @@ class Input:
 
     @property
     def is_private(self) -> bool:
-        """Whether its value may be a secret: others could try out all short passwords on a plain digest."""
+        """True if its value may be a secret: others could try out all short passwords on a plain digest."""
         return self.kind == "variable" and not self.name.startswith(_HARMLESS)
 
     @property

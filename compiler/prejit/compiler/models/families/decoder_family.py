@@ -1,4 +1,4 @@
-"""What differs between the families of decoders, as data (see decoders.py)."""
+"""Differences between the families of decoders, as data (see decoders.py)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ScoringHead:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is a decoder, which scores at its last token."""
+        """True if it is a decoder, which scores at its last token."""
         return not self.dense and self.pooling == "lasttoken"
 
     @property

@@ -122,7 +122,7 @@ class WholeEncoder(nnx.Module):
 
     @property
     def packs(self) -> bool:
-        """Whether its programs take packed batches."""
+        """True if its programs take packed batches."""
         return False
 
     @property

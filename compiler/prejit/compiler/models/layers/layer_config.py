@@ -47,7 +47,7 @@ BRING_YOUR_OWN = (
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What lowering and generation need to know of a decoder.
+    """The facts about a decoder that lowering and generation need.
 
     Attributes:
         family: model_type of config.json: `gpt2`, `llama`, `gemma3_text`; or the name of a user's model.

@@ -31,7 +31,7 @@ _COMMAND = (sys.executable, "-P", "-m", "prejit.compiler.pipeline.lower.lowerer_
 
 @dataclass(frozen=True)
 class Project:
-    """What a process needs to plan as its build does.
+    """The input with which a process plans as its build does.
 
     Attributes:
         manifest: path of the manifest.
@@ -58,7 +58,7 @@ def manifest_digest(manifest: Manifest) -> str:
 
 @dataclass(frozen=True)
 class Checked:
-    """What reading the model and the user's code shows: the number of tokens, and the decoder of the user."""
+    """Facts read from the model and the user's code: the number of tokens, and the decoder of the user."""
 
     vocab_size: int | None
     own: OwnFacts | None

@@ -93,7 +93,7 @@ def remember(
 
 @dataclass(frozen=True)
 class _Read:
-    """What the code of a manifest read: inputs with their digests, and why they may not stand for it."""
+    """The inputs that the code of a manifest read, with their digests, and why they may not stand for it."""
 
     inputs: Mapping[Input, str]
     trouble: str

@@ -1,4 +1,4 @@
-"""What the dtypes of weights and KV cache cost in accuracy: both models read the same tokens."""
+"""Measure what the dtypes of weights and KV cache cost in accuracy: both models read the same tokens."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _HINTS = {
     "the sizes in `buckets` and leave the variable out of `open_sizes`; if these results may differ, write "
     'open_sizes = "unchecked"',
 }
-"""What to do about a difference, by whether the program was padded."""
+"""The hint about a difference, by whether the program was padded."""
 
 
 def check_sizes(

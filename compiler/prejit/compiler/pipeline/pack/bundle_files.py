@@ -214,7 +214,7 @@ def pack(
 
 @dataclass(frozen=True)
 class PackedTarget:
-    """What a bundle holds for one target: the program table, and the layers in the order of its manifest."""
+    """The part of a bundle for one target: the program table, and the layers in the order of its manifest."""
 
     config: Config
     layers: tuple[PackedLayer, ...]

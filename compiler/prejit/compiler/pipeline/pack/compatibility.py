@@ -1,4 +1,4 @@
-"""What the executables of a target need of a machine, and how long jax promises to read portable programs."""
+"""The requirement of a target's executables, and how long jax promises to read portable programs."""
 
 from __future__ import annotations
 

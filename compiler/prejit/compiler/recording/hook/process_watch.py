@@ -41,7 +41,7 @@ class ProcessWatch:
         self._is_busy = False
         self._variable: Callable[[str], str | None] = os.environ.get
         self.effects: list[str] | None = None
-        """What the running trace has done outside of the process; None: no trace is running."""
+        """The effects of the running trace outside of the process; None: no trace is running."""
 
     def begin(self) -> None:
         """Watch this process from now on."""

@@ -86,7 +86,7 @@ class KeptCall:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """What jax made of a call that it traced.
+    """The result of jax for a call that it traced.
 
     Attributes:
         executable: its MeshExecutable.

@@ -1,7 +1,7 @@
 """The texts of jax that prejit reads and that jax does not promise: messages, events, names of ingredients.
 
 A test compares each with the installed jax. If a release changes one, programs still run, and reports lack
-what this text would have told.
+what this text would have said.
 """
 
 from __future__ import annotations

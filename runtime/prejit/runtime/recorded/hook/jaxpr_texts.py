@@ -61,9 +61,9 @@ def _lines(closed: Any) -> Iterable[str]:
             for name in type(equation.ctx).__slots__
             if name != "__weakref__"
         }
-        told = value_text([*sorted(params.items()), context])
+        rest = value_text([*sorted(params.items()), context])
         kind = f"{type(primitive).__module__}.{primitive.name}"
-        yield f"{made(equation.outvars)}={kind}({used(equation.invars)}){told}"
+        yield f"{made(equation.outvars)}={kind}({used(equation.invars)}){rest}"
     yield used(jaxpr.outvars)
     debug = jaxpr.debug_info  # names of arguments and results are in the program
     yield value_text(

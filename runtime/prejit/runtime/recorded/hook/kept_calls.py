@@ -41,7 +41,7 @@ class KeptCalls:
         directory: the directory of jax's cache, with the files of calls.
         settings: settings of jax that prejit sets, which tell nothing of a program.
         checked: the share of the calls that jax traces for comparison, from 0 to 1.
-        tell: is told of each call: the name of its function, why it is traced (None: it is not), and the
+        tell: takes of each call the name of its function, why it is traced (None: it is not), and the
             seconds that it took to say so.
     """
 

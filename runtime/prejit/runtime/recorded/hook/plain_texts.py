@@ -142,7 +142,7 @@ def _code_digest(code: types.CodeType) -> str:
 def _of_module(module: types.ModuleType, name: str) -> Any:
     """Return what a module has by a name that a function uses: somebody may have set it.
 
-    Of functions and classes of a library the name is enough.
+    A function or class of a library is compared by its name alone.
     """
     found = vars(module).get(name)
     if is_of_program(module.__name__) or type(found) in _PLAIN:

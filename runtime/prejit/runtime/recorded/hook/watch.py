@@ -52,7 +52,7 @@ class NotRecordedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Orders:
-    """What the hook shall do.
+    """The orders for the hook.
 
     Attributes:
         settings: jax's settings by name. The program may not change them.
@@ -183,7 +183,7 @@ class _Watch:
             from prejit.runtime.recorded.hook.kept_calls import KeptCalls
 
             directory = Path(self._orders.settings[CACHE_DIRECTORY])
-            self._kept = KeptCalls(directory, settings, self._orders.checked, self._told)
+            self._kept = KeptCalls(directory, settings, self._orders.checked, self._note_call)
             hook_calls(self._started, ended=self._ended)
 
     def _started(self, token: object, call: Any) -> Any:
@@ -212,8 +212,8 @@ class _Watch:
         found: str | None = vars(self._thread).pop("key", None)
         return found
 
-    def _told(self, name: str, reason: str | None, seconds: float) -> None:
-        """A call runs without a trace, or jax traces it for a reason."""
+    def _note_call(self, name: str, reason: str | None, seconds: float) -> None:
+        """Note a call that runs without a trace, or why jax traces it."""
         self._thread.reason = reason
         if reason is not None or self._orders.events is None:
             return
