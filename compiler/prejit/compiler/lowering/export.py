@@ -148,9 +148,9 @@ class LoweredProgram:
         settings: jax's settings that the trace depended on, where they were not jax's defaults; None: it was
             not traced here.
         state: the state of a function of the user, as `bundle_schema.ProgramEntry` has it.
-        search_path: portable paths of the directories before and behind `sys.path` in which its modules were
-            found; None: it is no function that `jit` takes.
-        modules: names of the modules of the function and of what it holds, sorted.
+        modules: names of the modules of the function and of what it holds, sorted; empty: `jit` does not
+            take it.
+        search_path: portable paths of the directories before and behind `sys.path` in which they were found.
         narrowed: the arguments that jax takes for narrower ones than the manifest gives, in words.
         trials: lowers the function at other sizes; empty: it has none, or they are not to be compared.
     """
@@ -170,8 +170,8 @@ class LoweredProgram:
     traced: ClosedJaxpr | None = None
     settings: dict[str, str] | None = None
     state: dict[str, str] | None = None
-    search_path: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     modules: tuple[str, ...] = ()
+    search_path: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     narrowed: tuple[str, ...] = ()
     trials: Callable[[], tuple[SizedTrial, ...]] = tuple
 

@@ -100,9 +100,7 @@ class Lowered:
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
         symbolic: the zstd frame of a user's function for any size of some variables; None: there is none.
         settings, state: as `bundle_schema.ProgramEntry` has them.
-        search_path: portable paths of the directories before and behind `sys.path` in which a function's
-            modules were found; None: `jit` does not take it.
-        modules: names of the modules of the function and of what it holds, sorted.
+        modules, search_path: as `LoweredProgram` has them.
         trials: the user's function at sizes for which the program is compared with it.
     """
 
@@ -123,8 +121,8 @@ class Lowered:
     symbolic: Segment | None = None
     settings: dict[str, str] | None = None
     state: dict[str, str] | None = None
-    search_path: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     modules: tuple[str, ...] = ()
+    search_path: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     trials: tuple[StoredTrial, ...] = ()
 
     @property

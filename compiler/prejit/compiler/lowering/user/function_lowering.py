@@ -217,8 +217,8 @@ def lower_function(
         traced=jaxpr,
         settings=settings,
         state=_state(user, example.value, spec) or None,
-        search_path=None if user.parameters is None else user.modules.search_path(),
         modules=modules,
+        search_path=user.modules.search_path() if modules else ((), ()),
         narrowed=user.narrowed(spec.bucket, f"{section}: args"),
         trials=trials if mesh is None and "cpu" in exported.platforms else tuple,
     )

@@ -336,8 +336,8 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         symbolic=None if program.symbolic is None else _put_frame(program.symbolic, store),
         settings=program.settings,
         state=program.state,
-        search_path=program.search_path,
         modules=program.modules,
+        search_path=program.search_path,
         trials=tuple(
             StoredTrial({**each.sizes}, each.padded, store.put_blob(each.portable))
             for each in program.trials()

@@ -115,7 +115,7 @@ def pack_targets(
 
     def sources(program: Submitted) -> Mapping[str, str]:
         lowered = program.lowered
-        return {} if lowered.search_path is None else found(lowered.search_path, lowered.modules)
+        return found(lowered.search_path, lowered.modules) if lowered.modules else {}
 
     return tuple(map(packed, targets))
 
