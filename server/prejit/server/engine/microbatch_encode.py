@@ -135,7 +135,7 @@ class Encoding:
             with self._lane.alone(count) as ran:
                 if ran is not None:
                     encoded = self._encoded(tokenized)
-                    ran.cost = _cost(encoded.stats, tokenized.ids)
+                    ran.cost = self._cost(encoded.stats, tokenized.ids)
                     ran.reason = _reason(encoded)
                     return encoded
         result: Encoded = self._lane.result(self._job(tokenized, timeout))
@@ -213,18 +213,15 @@ class Encoding:
             end = first + share.rows
             returned.append(found.part(first, end))  # copied by `finish` of the job
             first = end
-        return Ran(returned, _cost(found.stats, ids))
+        return Ran(returned, self._cost(found.stats, ids))
 
-
-def _cost(stats: EncodeStats, ids: Sequence[Sequence[int]]) -> Cost:
-    """Return the cost of runs of an encoder for these sentences, as metrics have it."""
-    rows = positions = 0
-    for name, runs in stats.buckets.items():
-        batch, _, length = name.removeprefix("packed ").partition("x")
-        rows += int(batch) * runs if length else 0
-        positions += int(batch) * int(length or 1) * runs
-    runs, lengths = sum(stats.buckets.values()), tuple(map(len, ids))
-    return Cost(max(0, rows - stats.sentences), runs, stats.tokens, positions, lengths)
+    def _cost(self, stats: EncodeStats, ids: Sequence[Sequence[int]]) -> Cost:
+        """Return the cost of runs of the encoder for these sentences, as metrics have it."""
+        ran = [(b, stats.buckets.get(str(b), 0)) for b in self._encoder.buckets]
+        rows = sum(b.batch * runs for b, runs in ran if not b.sentences)
+        positions = sum(b.batch * b.length * runs for b, runs in ran)
+        runs, lengths = sum(stats.buckets.values()), tuple(map(len, ids))
+        return Cost(max(0, rows - stats.sentences), runs, stats.tokens, positions, lengths)
 
 
 def _reason(encoded: Encoded) -> str:
