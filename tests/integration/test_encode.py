@@ -131,6 +131,7 @@ def test_every_shape_gives_the_same_embeddings(bundle, module):
     assert [[b.batch, b.length] for b in encoder.buckets] == sorted(SHAPES)
     costs = {str(bucket): bucket.cost for bucket in encoder.buckets}
     assert costs["64x128"] > costs["1x16"] > 0, "they decide which shapes run"
+    embedded = set()
     for bucket in encoder.buckets:
         tokens = np.full((bucket.batch, bucket.length), 9, np.int32)
         tokens[-1, : len(ids)] = ids
@@ -138,6 +139,11 @@ def test_every_shape_gives_the_same_embeddings(bundle, module):
         length[-1] = len(ids)
         found = encoder._run(bucket, tokens, length, encoder.encoder.layers)[0][-1]
         assert np.abs(found - expected).max() <= 1e-5, str(bucket)
+        embed = bucket.programs[0]
+        inputs = [*encoder._weights(embed), encoder._device.put(tokens)]
+        (hidden,) = encoder.programs[embed].run(inputs)
+        embedded.add(np.asarray(hidden)[-1, : len(ids)].tobytes())
+    assert len(embedded) == 1, "int8 layers make a step of what differs by a last digit"
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
 from prejit.runtime.format.names import DRAFT
 
-_WITHOUT_KERNELS = ("copy", "draft-copy", "embed", "call")
+_WITHOUT_KERNELS = ("copy", "draft-copy", "call")
 """The kinds of programs that call no kernels."""
 
 
@@ -140,10 +140,12 @@ class Native:
     Attributes:
         program: digest of its StableHLO. The names of kernels still lack the digest of a library.
         products: the products that it computes, each with its form.
+        calls: whether it calls a kernel: for a product, or for a norm alone.
     """
 
     program: str
     products: tuple[tuple[Product, str], ...]
+    calls: bool
 
 
 @dataclass(frozen=True)
@@ -382,7 +384,7 @@ def find_native(key: Key, store: Store) -> Native | None:
     if (result := store.get(key)) is None:
         return None
     products = ((Product(**product), form) for product, form in result["products"])
-    return Native(result["program"], tuple(products))
+    return Native(result["program"], tuple(products), result["calls"])
 
 
 def find_toolchain(target: Target) -> Toolchain | None:
@@ -432,7 +434,7 @@ def choose_source(
     if kernels is None or not calls_kernels(manifest, spec):
         return portable
     program = native({})
-    if not program.products:
+    if not program.calls:
         return portable
     choices = map(kernels.choose, (product for product, _ in program.products))
     # The last form of a product is the kernel, if it has one.

@@ -163,7 +163,7 @@ def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
 
     program = once_more.plan.programs[0]
     portable = compile_jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
-    empty = Native(f"sha256:{0:064x}", ())  # without products
+    empty = Native(f"sha256:{0:064x}", (), calls=False)
     for with_kernels in (None, kernels):
         assert portable == choose_source(
             found.plan.manifest, program.spec, program.lowered, with_kernels, lambda forms: empty

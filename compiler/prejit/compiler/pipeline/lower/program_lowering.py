@@ -203,7 +203,8 @@ def _lower_native(
     how = lower_own_decoder if space.plan.manifest.has_own_model else _lower_published
     made = how(space, program, chosen)
     digest = space.store.put_blob(made.portable)
-    native = Native(digest, tuple((each, chosen.form(each)) for each in sorted(chosen.met)))
+    products = tuple((each, chosen.form(each)) for each in sorted(chosen.met))
+    native = Native(digest, products, called(made.portable))
     space.store.put(key, asdict(native), blobs=[digest])
     return native
 
