@@ -154,7 +154,7 @@ def packed(run, model):
         manifest = model.parent / f"{dtype}.toml"
         manifest.write_text(
             f'[bundle]\nname = "{dtype}"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
-            "[encode]\nshapes = [[1, 16], [2, 128]]\npacked = [256, 64]\n"
+            "[encode]\nshapes = [[1, 16], [2, 128], [16, 128]]\npacked = [256, 64]\n"
             '[[target]]\nname = "cpu-host"\n'
         )
         run("build", manifest, "-o", model.parent / "out", quick=True)
@@ -184,6 +184,15 @@ def test_packed_sentences_are_what_they_are_alone_and_padded(packed, module):
                 length[0] = len(each)
                 rows.append(encoder._run(bucket, tokens, length, encoder.encoder.layers)[0][0])
             results.append(np.stack(rows))
+        [grouped] = (
+            b for b in encoder.buckets if b.batch == 16
+        )  # its layers take 8 rows at a time
+        tokens = np.full((16, 128), 9, np.int32)
+        for row, each in enumerate(ids):
+            tokens[row, : len(each)] = each
+        length = np.array([*map(len, ids), *[0] * (16 - len(ids))], np.int32)
+        together = encoder._run(grouped, tokens, length, encoder.encoder.layers)[0]
+        results.append(together[: len(ids)])
         bound = 1e-5 if dtype == "float32" else 1e-6
         for other in results[1:]:
             assert np.abs(other - results[0]).max() <= bound

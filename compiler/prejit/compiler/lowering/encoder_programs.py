@@ -25,6 +25,14 @@ from prejit.compiler.models.parameters import (
 from prejit.runtime.format.arrays import Array
 
 _RESULTS = {"pool": "embedding"}
+_GROUP_TOKENS = 1024
+"""Maximum tokens of sentences that go through a layer together on a CPU.
+
+What a layer computes on the way stays in a cache, and glibc's malloc keeps blocks below 32 MB: larger ones
+are mapped and cleared for each layer. MiniLM's sizes in int8, 64 x 128 tokens, Zen 3: 2,846 ms of CPU
+instead of 3,536, 4,400 page faults instead of 105,000, 200 MB instead of 218. `mallopt` would change the
+process of the user.
+"""
 _TYPICAL_TOKENS = 128
 """The tokens of a sentence in a packed row, for an estimate."""
 
@@ -46,6 +54,8 @@ def lower_encoder(
     runs = model.parts(spec.kind)
     names = {id(part): ".".join(map(str, path)) for path, part in nnx.iter_modules(model)}
     weights, function = _program(model, spec.kind, runs[0])
+    if spec.kind == "layer" and sentences is None and forms is not None:  # for a CPU
+        function = _in_groups(function, batch, count)
     inputs: dict[str, jax.ShapeDtypeStruct] = {
         "tokens": jax.ShapeDtypeStruct((batch, count), jnp.int32)
     }
@@ -146,6 +156,23 @@ def _program(
         return model.run(kind, bound, *inputs)
 
     return dict(sorted(weights.items())), function
+
+
+def _in_groups(
+    function: Callable[..., jax.Array], batch: int, count: int
+) -> Callable[..., jax.Array]:
+    """Return the function of a layer that takes a large batch in groups of sentences, one after the other."""
+    most = max(1, _GROUP_TOKENS // count)
+    size = max(each for each in range(1, most + 1) if batch % each == 0)
+    if size == batch or size * count < _GROUP_TOKENS // 4:  # a prime batch
+        return function
+
+    def of_groups(weights: Any, length: jax.Array, hidden: jax.Array) -> jax.Array:
+        groups = length.reshape(-1, size), hidden.reshape(-1, size, *hidden.shape[1:])
+        done: jax.Array = jax.lax.map(lambda group: function(weights, *group), groups)
+        return done.reshape(hidden.shape)
+
+    return of_groups
 
 
 def _estimate(

@@ -90,12 +90,14 @@ PREJIT_INLINE Floats load_some(const float* from, int64_t count) {
 
 // In each four: 0 2 1 3, as weights are widened.
 PREJIT_INLINE Ints in_order_of_pairs(Ints v) {
+  constexpr int kOrder = _MM_SHUFFLE(3, 1, 2, 0);
+  Floats bits = reinterpret_cast<Floats>(v);
 #if defined(__AVX512F__)
-  return reinterpret_cast<Ints>(_mm512_shuffle_epi32(reinterpret_cast<__m512i>(v), _MM_PERM_DBCA));
+  return reinterpret_cast<Ints>(_mm512_shuffle_ps(bits, bits, kOrder));
 #elif defined(__AVX2__)
-  return reinterpret_cast<Ints>(_mm256_shuffle_epi32(reinterpret_cast<__m256i>(v), _MM_SHUFFLE(3, 1, 2, 0)));
+  return reinterpret_cast<Ints>(_mm256_shuffle_ps(bits, bits, kOrder));
 #else
-  return reinterpret_cast<Ints>(_mm_shuffle_epi32(reinterpret_cast<__m128i>(v), _MM_SHUFFLE(3, 1, 2, 0)));
+  return reinterpret_cast<Ints>(_mm_shuffle_ps(bits, bits, kOrder));
 #endif
 }
 
