@@ -35,7 +35,9 @@ class State:
 
 @functools.partial(jax.jit, static_argnames="kind", donate_argnames="state")
 def train(state, x, *, kind=Kind.PLAIN):
-    loss = getattr(jnp, MODE)(x * SCALE + OFFSET + PARTS) * state.weights.sum()
+    from late import NOTHING  # at a first import Python writes what it compiled
+
+    loss = getattr(jnp, MODE)(x * SCALE + OFFSET + PARTS) * state.weights.sum() + NOTHING
     return State(state.weights * 2, state.step + 1), {"loss": loss, "nothing": None}
 
 @jax.jit
@@ -72,6 +74,7 @@ def here(tmp_path_factory):
     (directory / "parts").mkdir()
     (directory / "offset.txt").write_text("1")
     (directory / "model.py").write_text(MODEL)
+    (directory / "late.py").write_text("NOTHING = 0")
     (directory / "serve.py").write_text(PROGRAM)
     return directory
 

@@ -106,7 +106,8 @@ class ProcessWatch:
         elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
             self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
         if event in _EFFECTS and self.effects is not None:
-            self.effects.append(event)
+            if event not in ("os.mkdir", "os.rename") or not _is_of_bytecode(arguments[0]):
+                self.effects.append(event)
 
     def _opened(self, path: Any, mode: Any, flags: Any) -> None:
         if not isinstance(path, (str, bytes)) or not path:
@@ -121,7 +122,7 @@ class ProcessWatch:
         if (
             self.effects is not None
             and not path.startswith(self._left_out)
-            and not path.endswith(".pyc")
+            and not _is_of_bytecode(path)
         ):
             self.effects.append(f"open {path} for writing")
 
@@ -133,6 +134,11 @@ class ProcessWatch:
                 path = os.path.join(os.path.dirname(directory), name.split(".", 1)[0] + ".py")
         if path not in self._written and not os.path.join(path, "").startswith(self._left_out):
             self._add(kind, path)
+
+
+def _is_of_bytecode(path: Any) -> bool:
+    """Return whether a path is of Python's compiled modules, which a first import writes and renames."""
+    return "__pycache__" in os.fsdecode(path).split(os.path.sep)
 
 
 _EFFECTS = frozenset(
