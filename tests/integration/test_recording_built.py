@@ -1,5 +1,6 @@
 """Recordings that are built for other machines: recorded on one, started on others."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -10,7 +11,7 @@ import pytest
 
 from prejit.compiler.recording.build_for_machines import build_recording
 from prejit.compiler.recording.jax_cache_packing import packed, read_targets, write_bundle
-from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.errors import BuildError, RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3")
@@ -171,7 +172,7 @@ def test_what_cannot_be_built_is_refused_with_the_way_out(here, recording, built
         return f"{found.value} {found.value.hint}"
 
     assert "--target cpu-x86-64-v3" in refused(recording)
-    assert "platform cpu, found cpu and cuda" in refused(recording, "cuda-h100")
+    assert "a machine of platform cuda, found cpu" in refused(recording, "cuda-h100")
     assert "record on such a machine" in refused(recording, "cuda-h100")
     assert "another directory" in refused(recording, LEVELS[0], output=here)
     assert "record again" in refused(built, LEVELS[0])
@@ -180,6 +181,29 @@ def test_what_cannot_be_built_is_refused_with_the_way_out(here, recording, built
     write_bundle(old, "old", [packed(dataclasses.replace(target, lowered={}), "old")])
     assert "an older prejit recorded them" in refused(old, LEVELS[0], output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recording_of_a_gpu_is_built_for_others(here, recording, tmp_path):
+    """The programs of a CPU stand for those of a GPU; LAPACK's, which no GPU has, are left out."""
+    [target] = read_targets(recording)
+    plugin = f"jax-cuda13-pjrt {target.versions['jax']}"
+    needs = dataclasses.replace(target.requirement, platform="cuda", plugin=plugin, cpu_features=())
+    for plugin, says in ((plugin, None), ("jax-cuda13-pjrt 0.0.1", "expected jax-cuda13-pjrt 0.0.1")):
+        needs = dataclasses.replace(needs, plugin=plugin, device_kind="NVIDIA H200")
+        path = tmp_path / plugin
+        write_bundle(path, "gpu", [packed(dataclasses.replace(target, requirement=needs), "gpu")])
+        with pytest.raises(BuildError, match=says) if says else contextlib.nullcontext():
+            built = build_recording(
+                path, tmp_path, ["cuda-h100", "cuda-l4"], cache=tmp_path / "cache"
+            )
+    assert built.targets == ("cuda-h100", "cuda-l4")
+    assert {line.split()[0] for line in built.left_out} == {"jit_solve"}
+    for each, capability in zip(read_targets(built.path), ("9.0", "8.9"), strict=True):
+        assert each.requirement.compute_capability == capability
+        assert (each.requirement.device_count, each.requirement.cuda) == (None, "13.0")
+        assert set(target.programs) - set(each.programs) == {
+            name for name in target.programs if name.startswith("jit_solve")
+        }
 
 
 def test_of_several_recorded_targets_that_of_the_installed_jax_is_built(here, recording, tmp_path):

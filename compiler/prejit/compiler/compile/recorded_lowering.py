@@ -22,7 +22,6 @@ class RecordedLowering:
     """A lowered program.
 
     Attributes:
-        platform: the platform that it was lowered for.
         devices: the devices that it runs on, as `devices_text` of the runtime's hook has them.
         count: number of devices of the process.
         accelerator: what jax hashes about these devices into its key, hexadecimal. On CPUs it is the list of
@@ -31,7 +30,6 @@ class RecordedLowering:
         portable: its StableHLO as a portable artifact.
     """
 
-    platform: str
     devices: str
     count: int
     accelerator: str
@@ -49,7 +47,6 @@ class RecordedLowering:
         try:
             found = json.loads(header)
             return cls(
-                found["platform"],
                 found["devices"],
                 found["count"],
                 found["accelerator"],

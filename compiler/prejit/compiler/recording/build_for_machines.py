@@ -1,7 +1,7 @@
 """Build a recorded bundle for other machines: compile its programs, as jax lowered them, for targets.
 
 The bundle has the keys that jax computed on the recorded machine, so files of calls fit. In the keys of
-traced calls the recorded CPU stands, which `prejit run` gives jax in place of its own.
+traced calls the recorded CPU or GPU stands, which `prejit run` gives jax in place of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from prejit.compiler.recording.jax_cache_packing import (
 )
 from prejit.compiler.recording.untraced_calls import RecordedCalls
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.targets.target_classes import Target
+from prejit.compiler.targets.target_classes import CUDA, Target
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, UsageError
@@ -157,14 +157,14 @@ def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> 
     Of several that of the installed jaxlib comes first, then the one with most programs.
     """
     platforms = sorted({each.requirement.platform for each in recorded})
-    if wanted.platform != "cpu" or "cpu" not in platforms:
+    if wanted.platform == "tpu" or wanted.platform not in platforms:
         raise UsageError(
-            f"{path}: cannot build the programs for {wanted.name}: expected a recording and a "
-            f"target of platform cpu, found {' and '.join(platforms) or 'none'} and {wanted.platform}",
+            f"{path}: cannot build the programs for {wanted.name}: expected a recording on a machine of "
+            f"platform {wanted.platform}, found {' and '.join(platforms) or 'none'}",
             hint=f"record on such a machine: prejit record -o {path} -- COMMAND",
         )
     found = max(
-        (each for each in recorded if each.requirement.platform == "cpu"),
+        (each for each in recorded if each.requirement.platform == wanted.platform),
         key=lambda each: (
             each.requirement.jaxlib == versions("jaxlib")["jaxlib"] and len(each.lowered) > 0,
             each.count,
@@ -196,12 +196,16 @@ def _built(
     if reason := why_not(wanted):
         raise BuildError(f"target {wanted.name}: {reason}")
     tools = make_toolchain(wanted, progress)
-    if tools.jaxlib != source.requirement.jaxlib:
-        raise BuildError(
-            f"target {wanted.name}: expected jaxlib {source.requirement.jaxlib}, with which the program was "
-            f"recorded, found {tools.jaxlib}",
-            hint="build where this jaxlib is installed, or record again with the one that is",
-        )
+    for compiles, compiled in (
+        (tools.plugin, source.requirement.plugin),
+        (f"jaxlib {tools.jaxlib}", f"jaxlib {source.requirement.jaxlib}"),
+    ):
+        if compiles != compiled:
+            raise BuildError(
+                f"target {wanted.name}: expected {compiled}, with which the program was recorded, found "
+                f"{compiles}",
+                hint="build where this one is installed, or record again with the one that is",
+            )
     programs = {
         each.entry.file: RecordedLowering.of(source.lowered[each.entry.file])
         for each in _programs(source)
@@ -229,9 +233,14 @@ def _built(
         file: _cached(source.programs[file], programs[file], each, store)
         for file, each in results.items()
     }
-    needs = wanted.requirement(tools.jaxlib, cpu_features=tuple(sorted(features)))
-    # XLA's flags are in jax's keys, and in the options that a program was recorded with.
-    needs = replace(needs, xla_flags=None)
+    needs = wanted.requirement(
+        tools.jaxlib,
+        plugin=tools.plugin,
+        cuda=CUDA if wanted.platform == "cuda" else None,
+        cpu_features=tuple(sorted(features)),
+    )
+    # XLA's flags and the devices are in jax's keys, and in the options that a program was recorded with.
+    needs = replace(needs, xla_flags=None, device_count=None)
     lines = [str(error).partition("\n")[0] for error in refused.values()]
     return RecordedTarget(needs, source.versions, made), lines
 
@@ -258,7 +267,7 @@ def _job(
     tools: Toolchain,
     store: DirectoryStore,
 ) -> CompileJob:
-    program = Source(store.put_blob(source.lowered[file]), (lowered.platform,))
+    program = Source(store.put_blob(source.lowered[file]), (tools.target.platform,))
     tools = replace(tools, target=replace(tools.target, device_count=lowered.count))
     return CompileJob(name, tools, program, executable_key(f"recorded {name}", tools, program))
 

@@ -79,6 +79,8 @@ def compile_portable(
     Raises:
         BuildError: XLA cannot compile it.
     """
+    recorded = RecordedLowering.of(portable) if RecordedLowering.is_in(portable) else None
+    program = portable if recorded is None else recorded.portable
     topology = None
     try:
         if machine.platform == "cpu":
@@ -88,16 +90,20 @@ def compile_portable(
                 topology = _with_cpu(_jax_parts.topology_of(devices), cpu, features)
         else:
             devices = _described_devices(machine)
+        options = _jax_parts.compile_options(devices)
+        if recorded is not None:
+            options = type(options).ParseFromString(recorded.options)
         lowered_for = machine.platforms, machine.platform
         tuned = machine.described is not None
-        plain = has_plain_convolutions(portable, *lowered_for, tuned=tuned)
-        flags = WITHOUT_CUDNN if plain else ()
-        serialized, memory = _compile_ahead(portable, *lowered_for, devices, topology, flags)
+        if has_plain_convolutions(program, *lowered_for, tuned=tuned):
+            options.env_option_overrides = [*options.env_option_overrides, *WITHOUT_CUDNN]
+        serialized, memory = _compile_ahead(program, *lowered_for, devices, options, topology)
     except PrejitError:
         raise
     except Exception as error:
         unknown = re.search(r"No FFI handler registered for (\S+)", str(error))
-        if unknown and RecordedLowering.is_in(portable) and unknown[1] not in stand_ins:
+        is_new = unknown is not None and unknown[1] not in stand_ins
+        if is_new and recorded is not None and machine.platform == "cpu":
             # Whoever starts the recorded program registers this handler, as its process did.
             register_stand_ins([unknown[1]])
             return compile_portable(portable, machine, (*stand_ins, unknown[1]))
@@ -176,27 +182,18 @@ def _compile_ahead(
     platforms: Sequence[str],
     platform: str,
     devices: Sequence[Any],
+    options: Any,
     topology: bytes | None = None,
-    flags: Sequence[tuple[str, bool]] = (),
 ) -> tuple[bytes, Memory]:
     """Compile a portable program without running it.
 
-    `devices` are those of a client of this machine, or of a topology description; `topology` is a serialized
-    one to compile for in place of theirs; `flags` are XLA's for this program alone. Other arguments and
+    `devices` are those of a client of this machine, or of a topology description; `options` are XLA's
+    CompileOptions; `topology` is a serialized one to compile for in place of theirs. Other arguments and
     errors as `stablehlo_module`.
 
     Returns:
         The serialized executable, and the memory it needs on each device while it runs.
     """
-    options = _jax_parts.compile_options(devices)
-    options.env_option_overrides = list(flags)
-    if RecordedLowering.is_in(portable):
-        lowered = RecordedLowering.of(portable)
-        xla_client, _ = _jaxlib.import_jaxlib()
-        portable, options = (
-            lowered.portable,
-            xla_client.CompileOptions.ParseFromString(lowered.options),
-        )
     module = stablehlo_module(portable, platforms, platform)
     client = devices[0].client
     if topology is not None:
