@@ -62,6 +62,7 @@ def python_at(here, tmp_path_factory):
 
     def run(*words, status=0, **env):
         environment = {**os.environ, **own, **env}
+        environment.pop("PYTEST_CURRENT_TEST", None)  # another in each test: an input of recordings
         return ran(sys.executable, *words, status=status, env=environment, cwd=here)
 
     return run

@@ -188,9 +188,9 @@ def test_a_recording_of_a_gpu_is_built_for_others(here, recording, tmp_path):
     [target] = read_targets(recording)
     plugin = f"jax-cuda13-pjrt {target.versions['jax']}"
     needs = dataclasses.replace(target.requirement, platform="cuda", plugin=plugin, cpu_features=())
-    for plugin, says in ((plugin, None), ("jax-cuda13-pjrt 0.0.1", "expected jax-cuda13-pjrt 0.0.1")):
-        needs = dataclasses.replace(needs, plugin=plugin, device_kind="NVIDIA H200")
-        path = tmp_path / plugin
+    for name, says in ((plugin, None), ("jax-cuda13-pjrt 0.0.1", "expected jax-cuda13-pjrt 0.0.1")):
+        needs = dataclasses.replace(needs, plugin=name, device_kind="NVIDIA H200")
+        path = tmp_path / name
         write_bundle(path, "gpu", [packed(dataclasses.replace(target, requirement=needs), "gpu")])
         with pytest.raises(BuildError, match=says) if says else contextlib.nullcontext():
             built = build_recording(

@@ -21,6 +21,7 @@ OFFSET = float(open("offset.txt").read())
 PARTS = len(os.listdir("parts"))
 MODE = os.environ.get("MODE", "sum")
 SHELL = [os.environ.get(name) for name in ("_", "OLDPWD", "SHLVL")]
+import tqdm  # looks at all environment variables, and reads those that begin with TQDM_
 with tempfile.TemporaryDirectory() as made:  # another name in each process
     os.close(os.open(made, os.O_RDONLY))
 
@@ -108,7 +109,9 @@ def bundle(here, prejit_at):
 
 def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit_at):
     """jax reports no trace, no lowering and no compile; the results are those of jax."""
-    done, report = report_of(prejit_at, here, bundle, SHLVL="9", OLDPWD="/", _="/bin/other")
+    done, report = report_of(
+        prejit_at, here, bundle, SHLVL="9", OLDPWD="/", _="/bin/other", HOSTNAME="b-1"
+    )
     expected = plain(here)
     assert done.stdout == expected.stdout
     assert (int(done.stderr), report["hits"], report["missed"], report["traced"]) == (0, 0, 0, {})
@@ -141,6 +144,7 @@ def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bu
     changed(str(here / "parts"))
     (here / "parts" / "one").unlink()
     changed("the environment variable MODE", MODE="max")
+    changed("the environment variable TQDM_A", TQDM_A="1")
     changed("no recording of this command", (sys.executable, "serve.py", "5"))
     # Its bytes are as recorded, its times are not.
     done, report = report_of(prejit_at, here, bundle)

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.runtime.recorded.hook.environment_variables import OF_PREJIT, is_of_library
 from prejit.runtime.recorded.hook.file_facts import identity_of
-from prejit.runtime.recorded.hook.process_inputs import (
-    OF_PREJIT,
-    calls_file,
-    file_digest,
-    is_of_library,
-)
+from prejit.runtime.recorded.hook.process_inputs import calls_file, file_digest
 
 UNCONFIRMED = (
     "one recording has it: record once more, and what both agree on starts without a trace"

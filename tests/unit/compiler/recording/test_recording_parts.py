@@ -2,6 +2,9 @@
 
 import dataclasses
 import hashlib
+import json
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import zstandard
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.recording.hook import process_watch
 from prejit.compiler.recording.jax_cache_packing import (
     bundle_name,
     collect,
@@ -21,6 +25,7 @@ from prejit.compiler.recording.jax_cache_packing import (
 )
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.recorded.hook import process_inputs
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 
 MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
@@ -151,3 +156,33 @@ def test_recordings_are_merged_and_read_back(tmp_path):
         read_targets(tmp_path / "unfinished")
     with pytest.raises(UsageError, match="found one of `prejit build`"):
         read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
+
+
+def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp_path):
+    def read(code, **env):
+        loaded = [f"load(f'{here}/{name}.py')" for name in ("file_facts", "environment_variables")]
+        (tmp_path / "watched.py").write_text(
+            "import importlib.util, json, os, sys\n"
+            "def load(path):\n"
+            "    spec = importlib.util.spec_from_file_location('part', path)\n"
+            "    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))\n"
+            "    return module\n"
+            f"watch = load({process_watch.__file__!r})\n"
+            f"watch.start([], {', '.join(loaded)})\n"
+            f"exec({code!r}, {{'os': os, '__name__': sys.argv[1]}})\n"
+            "print(json.dumps({n: v for k, n, v in watch.watch.taken() if k == 'variables'}))\n"
+        )
+        found = {}
+        for name in ("own", "tqdm.utils"):
+            command = (sys.executable, "-I", tmp_path / "watched.py", name)
+            found[name] = json.loads(subprocess.check_output(command, env=env))
+        return found
+
+    here = Path(process_inputs.__file__).parent
+    env = {"A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8", "_": "x"}
+    listed = {"*": ["A", "TQDM_B"], "A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8"}
+    prefixed = {"TQDM_*": ["TQDM_B"], "TQDM_B": "2"}
+    assert read("dict(os.environ.items())", **env) == {"own": listed, "tqdm.utils": prefixed}
+    assert read("{**os.environ}", **env)["own"] == listed
+    assert read("[*os.environ]", **env)["own"] == {"*": ["A", "TQDM_B"]}
+    assert read("os.environ['A']; os.environ.copy()", **env)["tqdm.utils"] == {"A": "1"}

@@ -17,17 +17,13 @@ import pytest
 from hypothesis import given, strategies
 
 from prejit.runtime.recorded.hook import process_inputs
+from prejit.runtime.recorded.hook.environment_variables import initial_environment, is_of_library
 from prejit.runtime.recorded.hook.file_facts import identity_of, listing_digest
 from prejit.runtime.recorded.hook.jax_calls import JaxCall
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import text_of
-from prejit.runtime.recorded.hook.process_inputs import (
-    InputComparison,
-    file_digest,
-    initial_environment,
-    is_of_library,
-)
+from prejit.runtime.recorded.hook.process_inputs import InputComparison, file_digest
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json, tree_of
 from prejit.runtime.recorded.hook.start_clock import StartClock
 

@@ -102,8 +102,8 @@ def compile_portable(
         raise
     except Exception as error:
         unknown = re.search(r"No FFI handler registered for (\S+)", str(error))
-        is_new = unknown is not None and unknown[1] not in stand_ins
-        if is_new and recorded is not None and machine.platform == "cpu":
+        may_stand_in = recorded is not None and machine.platform == "cpu"
+        if may_stand_in and unknown and unknown[1] not in stand_ins:
             # Whoever starts the recorded program registers this handler, as its process did.
             register_stand_ins([unknown[1]])
             return compile_portable(portable, machine, (*stand_ins, unknown[1]))

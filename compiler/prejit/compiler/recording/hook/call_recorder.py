@@ -12,6 +12,7 @@ from prejit.compiler.recording.hook.callback_lines import CallbackLines
 from prejit.compiler.recording.hook.described_executable import executable_json
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
 from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
+from prejit.runtime.recorded.hook.environment_variables import initial_environment
 from prejit.runtime.recorded.hook.jax_calls import (
     CompiledCall,
     JaxCall,
@@ -22,7 +23,7 @@ from prejit.runtime.recorded.hook.jax_calls import (
 from prejit.runtime.recorded.hook.kept_calls import call_name
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
-from prejit.runtime.recorded.hook.process_inputs import command_of_process, initial_environment
+from prejit.runtime.recorded.hook.process_inputs import command_of_process
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
 
 _EXCERPT = 300

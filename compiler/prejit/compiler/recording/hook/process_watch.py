@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator
 from typing import Any
 
 _stat = os.stat
@@ -16,8 +16,8 @@ _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
 _IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
 """The code that lists the directories of modules and of installed packages. What it imports is compared."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_OF_SHELL = {"_", "OLDPWD", "SHLVL"}
-"""Environment variables by which a shell says where it started a process: code that reads all reads them."""
+_ITEMS = ItemsView.__iter__.__code__
+_OF_VIEWS = ("collections.abc", "_collections_abc", "os")
 
 
 class ProcessWatch:
@@ -26,9 +26,10 @@ class ProcessWatch:
     Args:
         left_out: directories that hold nothing of the program.
         facts: `file_facts` of the runtime's hook.
+        variables: `environment_variables` of the runtime's hook.
     """
 
-    def __init__(self, left_out: tuple[str, ...], facts: Any) -> None:
+    def __init__(self, left_out: tuple[str, ...], facts: Any, variables: Any) -> None:
         self._left_out = (*_OF_MACHINE, *left_out)
         self._facts = {
             "files": facts.identity_of,
@@ -39,6 +40,7 @@ class ProcessWatch:
         self._seen: set[tuple[str, str]] = set()
         self._new: list[list[Any]] = []
         self._is_busy = False
+        self._variables = variables
         self._variable: Callable[[str], str | None] = os.environ.get
         self.effects: list[str] | None = None
         """The effects of the running trace outside of the process; None: no trace is running."""
@@ -47,16 +49,26 @@ class ProcessWatch:
         """Watch this process from now on."""
         sys.addaudithook(self._event)
         environ: Any = type(os.environ)
-        read = environ.__getitem__
-        self._variable = lambda name: read(os.environ, name) if name in {*os.environ} else None
+        read, names = environ.__getitem__, environ.__iter__
+        self._variable = lambda name: (
+            read(os.environ, name) if name in {*names(os.environ)} else None
+        )
+        of_shell = self._variables.OF_SHELL
 
         def getitem(variables: Any, name: str) -> str:
-            if name not in _OF_SHELL:
+            frame: Any = sys._getframe(1)
+            is_listed = frame.f_code is _ITEMS
+            if name not in of_shell and (not is_listed or name.startswith(self._prefix(frame))):
                 self._add("variables", name)
             found: str = read(variables, name)
             return found
 
-        environ.__getitem__ = getitem
+        def listed(variables: Any) -> Iterator[str]:
+            self._add("variables", self._prefix(sys._getframe(1)) + self._variables.LISTED)
+            found: Iterator[str] = names(variables)
+            return found
+
+        environ.__getitem__, environ.__iter__ = getitem, listed
 
         def noted(path: Any, *more: Any, **named: Any) -> os.stat_result:
             if isinstance(path, (str, bytes)) or hasattr(path, "__fspath__"):
@@ -66,14 +78,25 @@ class ProcessWatch:
         patched: Any = os
         patched.stat = noted
         # Copies are for processes that are started; they would count as every variable.
-        environ.copy = lambda variables: {name: read(variables, name) for name in variables}
+        environ.copy = lambda variables: {name: read(variables, name) for name in names(variables)}
+
+    def _prefix(self, frame: Any) -> str:
+        """Return the prefix of the variables that count for code that lists all."""
+        while frame.f_globals.get("__name__") in _OF_VIEWS:
+            frame = frame.f_back
+        prefix: str = self._variables.PREFIXES.get(frame.f_globals.get("__name__"), "")
+        return prefix
 
     def taken(self) -> list[list[Any]]:
         """Return what is new since the last call of this: a kind, a name, and what tells of a change."""
         found, self._new = self._new, []
         for entry in found:
             if entry[0] == "variables":
-                entry[2] = self._variable(entry[1])
+                name: str = entry[1]
+                is_listed = name.endswith(self._variables.LISTED)
+                entry[2] = (
+                    self._variables.counted_names(name[:-1]) if is_listed else self._variable(name)
+                )
         return found
 
     def _add(self, kind: str, name: str) -> None:
@@ -105,9 +128,10 @@ class ProcessWatch:
                 self._path("files", path)
         elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
             self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
-        if event in _EFFECTS and self.effects is not None:
-            if event not in ("os.mkdir", "os.rename") or not _is_of_bytecode(arguments[0]):
-                self.effects.append(event)
+        moves = event in ("os.mkdir", "os.rename")
+        is_effect = event in _EFFECTS and not (moves and _is_of_bytecode(arguments[0]))
+        if is_effect and self.effects is not None:
+            self.effects.append(event)
 
     def _opened(self, path: Any, mode: Any, flags: Any) -> None:
         if not isinstance(path, (str, bytes)) or not path:
@@ -159,11 +183,11 @@ _EFFECTS = frozenset(
 """Audit events of code that does something outside of its process."""
 
 
-def start(left_out: list[str], facts: Any) -> None:
+def start(left_out: list[str], facts: Any, variables: Any) -> None:
     """Watch this process. The arguments are those of ProcessWatch."""
     global watch
     directories = tuple(os.path.join(os.path.abspath(each), "") for each in left_out)
-    watch = ProcessWatch(directories, facts)
+    watch = ProcessWatch(directories, facts, variables)
     watch.begin()
 
 

@@ -15,17 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prejit.runtime.recorded.hook.environment_variables import (
+    LISTED,
+    counted_names,
+    initial_environment,
+    is_of_library,
+)
 from prejit.runtime.recorded.hook.file_facts import identity_of, kind_of, listing_digest
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
-
-LIBRARY_PREFIXES = (
-    *("JAX_", "XLA_", "TF_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_"),
-    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NPY_", "PYTHON", "LD_", "LC_", "MALLOC_"),
-)
-"""Environment variables that libraries read behind Python's back."""
-LIBRARY_NAMES = ("LANG", "TZ", "HOME")
-OF_PREJIT = ("PREJIT_HOOK", "PYTHONPATH", "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
-"""What `prejit record` and `prejit run` set themselves, and differently."""
 
 
 def command_of_process() -> list[str]:
@@ -37,20 +34,6 @@ def calls_file(command: list[str]) -> str:
     """Return the name of the file with the calls of a process."""
     text = "\0".join(command).encode(errors="surrogatepass")
     return f"{CALLS_PREFIX}{hashlib.sha256(text).hexdigest()}{FILE_SUFFIX}"
-
-
-def is_of_library(name: str) -> bool:
-    """Return whether an environment variable counts although no Python code reads it."""
-    return not name.startswith(OF_PREJIT) and (
-        name in LIBRARY_NAMES or name.startswith(LIBRARY_PREFIXES)
-    )
-
-
-def initial_environment() -> dict[str, str]:
-    """Return the environment with which this process started."""
-    with open("/proc/self/environ", "rb") as file:
-        lines = os.fsdecode(file.read()).split("\0")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def file_digest(path: str) -> str | None:
@@ -67,9 +50,10 @@ class InputComparison:
 
     Args:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
-            "variables" [name, index of the first call after it was read, value then], "files" [path, index,
-            identity, digest], "listings" [path, index, digest] and "kinds" [path, index, kind], each in the
-            order of the index, "modules" the names of all imported modules.
+            "variables" [name, index of the first call after it was read, value then, or the names where code
+            LISTED variables], "files" [path, index, identity, digest], "listings" [path, index, digest] and
+            "kinds" [path, index, kind], each in the order of the index, "modules" the names of all imported
+            modules.
         receipts: where this user keeps identities of files that are equal although theirs differ.
     """
 
@@ -98,7 +82,10 @@ class InputComparison:
                     return f"the imported module {name}, which was not recorded,"
             self._module_count = len(sys.modules)
         for name, value in self._until("variables", index):
-            if os.environ.get(name) != value:
+            if name.endswith(LISTED):
+                if others := sorted({*value} ^ {*counted_names(name[:-1])}):
+                    return f"the environment variable {others[0]}"
+            elif os.environ.get(name) != value:
                 return f"the environment variable {name}"
         for path, identity, digest in self._until("files", index):
             if not self._is_equal(path, identity, digest):

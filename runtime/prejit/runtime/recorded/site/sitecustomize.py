@@ -80,10 +80,13 @@ def _watch_inputs() -> None:
 
     orders = json.loads(os.environ["PREJIT_HOOK"])
     here, theirs = os.path.dirname(_HOOK), os.path.dirname(orders["recorder"])
-    facts = _load("prejit_file_facts", os.path.join(here, "file_facts.py"))
+    facts, variables = (
+        _load(f"prejit_{name}", os.path.join(here, f"{name}.py"))
+        for name in ("file_facts", "environment_variables")
+    )
     watch = _load("prejit_process_watch", os.path.join(theirs, "process_watch.py"))
     ours = os.path.dirname(_SITE), os.path.dirname(theirs)
-    watch.start([*ours, os.path.dirname(orders["events"])], facts)
+    watch.start([*ours, os.path.dirname(orders["events"])], facts, variables)
 
 
 def _time_imports() -> None:

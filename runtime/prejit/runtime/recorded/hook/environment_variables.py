@@ -1,0 +1,47 @@
+"""Environment variables: which of them count as inputs of a process.
+
+`sitecustomize` loads this file by its path at the start of Python, for the compiler's `process_watch`.
+"""
+
+from __future__ import annotations
+
+import os
+
+LIBRARY_PREFIXES = (
+    *("JAX_", "XLA_", "TF_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_TF32_", "NCCL_", "ROCR_", "HIP_"),
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NPY_", "PYTHON", "LD_", "LC_", "MALLOC_"),
+)
+"""Environment variables that libraries read behind Python's back."""
+LIBRARY_NAMES = ("LANG", "TZ", "HOME")
+OF_PREJIT = ("PREJIT_HOOK", "PYTHONPATH", "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
+"""What `prejit record` and `prejit run` set themselves, and differently."""
+OF_SHELL = ("_", "OLDPWD", "SHLVL")
+"""Variables by which a shell says where it started a process: code that reads all reads them."""
+PREFIXES = {"networkx.utils.backends": "NETWORKX_", "tqdm.utils": "TQDM_"}
+"""Modules that look at all variables and read those with a prefix."""
+LISTED = "*"
+"""The end of a name that stands for all that begin with what is before it: code has listed them."""
+
+
+def is_of_library(name: str) -> bool:
+    """Return whether an environment variable counts although no Python code reads it."""
+    return not name.startswith(OF_PREJIT) and (
+        name in LIBRARY_NAMES or name.startswith(LIBRARY_PREFIXES)
+    )
+
+
+def initial_environment() -> dict[str, str]:
+    """Return the environment with which this process started."""
+    with open("/proc/self/environ", "rb") as file:
+        lines = os.fsdecode(file.read()).split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def counted_names(prefix: str) -> list[str]:
+    """Return the variables of this process's start that count for code that lists those with a prefix."""
+    return [
+        name
+        for name in sorted(initial_environment())
+        if name.startswith(prefix)
+        and not (name in OF_SHELL or name.startswith(OF_PREJIT) or is_of_library(name))
+    ]
