@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.recorded.hook.environment_variables import OF_PREJIT, is_of_library
-from prejit.runtime.recorded.hook.file_facts import identity_of
+from prejit.runtime.recorded.hook.input_facts import OF_PREJIT, identity_of, is_of_library
 from prejit.runtime.recorded.hook.process_inputs import calls_file, file_digest
 
 UNCONFIRMED = (

@@ -25,7 +25,7 @@ from prejit.compiler.recording.jax_cache_packing import (
 )
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.recorded.hook import process_inputs
+from prejit.runtime.recorded.hook import input_facts
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 
 MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
@@ -160,7 +160,6 @@ def test_recordings_are_merged_and_read_back(tmp_path):
 
 def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp_path):
     def read(code, **env):
-        loaded = [f"load(f'{here}/{name}.py')" for name in ("file_facts", "environment_variables")]
         (tmp_path / "watched.py").write_text(
             "import importlib.util, json, os, sys\n"
             "def load(path):\n"
@@ -168,7 +167,7 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
             "    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))\n"
             "    return module\n"
             f"watch = load({process_watch.__file__!r})\n"
-            f"watch.start([], {', '.join(loaded)})\n"
+            f"watch.start([], load({input_facts.__file__!r}))\n"
             f"exec({code!r}, {{'os': os, '__name__': sys.argv[1]}})\n"
             "print(json.dumps({n: v for k, n, v in watch.watch.taken() if k == 'variables'}))\n"
         )
@@ -178,7 +177,6 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
             found[name] = json.loads(subprocess.check_output(command, env=env))
         return found
 
-    here = Path(process_inputs.__file__).parent
     env = {"A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8", "_": "x"}
     listed = {"*": ["A", "TQDM_B"], "A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8"}
     prefixed = {"TQDM_*": ["TQDM_B"], "TQDM_B": "2"}

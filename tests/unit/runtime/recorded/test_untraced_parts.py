@@ -17,8 +17,12 @@ import pytest
 from hypothesis import given, strategies
 
 from prejit.runtime.recorded.hook import process_inputs
-from prejit.runtime.recorded.hook.environment_variables import initial_environment, is_of_library
-from prejit.runtime.recorded.hook.file_facts import identity_of, listing_digest
+from prejit.runtime.recorded.hook.input_facts import (
+    identity_of,
+    initial_environment,
+    is_of_library,
+    listing_digest,
+)
 from prejit.runtime.recorded.hook.jax_calls import JaxCall
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError

@@ -12,7 +12,7 @@ from prejit.compiler.recording.hook.callback_lines import CallbackLines
 from prejit.compiler.recording.hook.described_executable import executable_json
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
 from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
-from prejit.runtime.recorded.hook.environment_variables import initial_environment
+from prejit.runtime.recorded.hook.input_facts import initial_environment
 from prejit.runtime.recorded.hook.jax_calls import (
     CompiledCall,
     JaxCall,

@@ -25,13 +25,12 @@ class ProcessWatch:
 
     Args:
         left_out: directories that hold nothing of the program.
-        facts: `file_facts` of the runtime's hook.
-        variables: `environment_variables` of the runtime's hook.
+        facts: `input_facts` of the runtime's hook.
     """
 
-    def __init__(self, left_out: tuple[str, ...], facts: Any, variables: Any) -> None:
+    def __init__(self, left_out: tuple[str, ...], facts: Any) -> None:
         self._left_out = (*_OF_MACHINE, *left_out)
-        self._facts = {
+        self._change = {
             "files": facts.identity_of,
             "listings": facts.listing_digest,
             "kinds": facts.kind_of,
@@ -40,7 +39,7 @@ class ProcessWatch:
         self._seen: set[tuple[str, str]] = set()
         self._new: list[list[Any]] = []
         self._is_busy = False
-        self._variables = variables
+        self._facts = facts
         self._variable: Callable[[str], str | None] = os.environ.get
         self.effects: list[str] | None = None
         """The effects of the running trace outside of the process; None: no trace is running."""
@@ -53,7 +52,7 @@ class ProcessWatch:
         self._variable = lambda name: (
             read(os.environ, name) if name in {*names(os.environ)} else None
         )
-        of_shell = self._variables.OF_SHELL
+        of_shell = self._facts.OF_SHELL
 
         def getitem(variables: Any, name: str) -> str:
             frame: Any = sys._getframe(1)
@@ -64,7 +63,7 @@ class ProcessWatch:
             return found
 
         def listed(variables: Any) -> Iterator[str]:
-            self._add("variables", self._prefix(sys._getframe(1)) + self._variables.LISTED)
+            self._add("variables", self._prefix(sys._getframe(1)) + self._facts.LISTED)
             found: Iterator[str] = names(variables)
             return found
 
@@ -84,7 +83,7 @@ class ProcessWatch:
         """Return the prefix of the variables that count for code that lists all."""
         while frame.f_globals.get("__name__") in _OF_VIEWS:
             frame = frame.f_back
-        prefix: str = self._variables.PREFIXES.get(frame.f_globals.get("__name__"), "")
+        prefix: str = self._facts.PREFIXES.get(frame.f_globals.get("__name__"), "")
         return prefix
 
     def taken(self) -> list[list[Any]]:
@@ -93,16 +92,16 @@ class ProcessWatch:
         for entry in found:
             if entry[0] == "variables":
                 name: str = entry[1]
-                is_listed = name.endswith(self._variables.LISTED)
+                is_listed = name.endswith(self._facts.LISTED)
                 entry[2] = (
-                    self._variables.counted_names(name[:-1]) if is_listed else self._variable(name)
+                    self._facts.counted_names(name[:-1]) if is_listed else self._variable(name)
                 )
         return found
 
     def _add(self, kind: str, name: str) -> None:
         if (kind, name) not in self._seen:
             self._seen.add((kind, name))
-            read = self._facts.get(kind)
+            read = self._change.get(kind)
             self._new.append([kind, name, None if read is None else read(name)])
 
     def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -183,11 +182,11 @@ _EFFECTS = frozenset(
 """Audit events of code that does something outside of its process."""
 
 
-def start(left_out: list[str], facts: Any, variables: Any) -> None:
+def start(left_out: list[str], facts: Any) -> None:
     """Watch this process. The arguments are those of ProcessWatch."""
     global watch
     directories = tuple(os.path.join(os.path.abspath(each), "") for each in left_out)
-    watch = ProcessWatch(directories, facts, variables)
+    watch = ProcessWatch(directories, facts)
     watch.begin()
 
 

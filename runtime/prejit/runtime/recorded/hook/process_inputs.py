@@ -15,13 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.recorded.hook.environment_variables import (
+from prejit.runtime.recorded.hook.input_facts import (
     LISTED,
     counted_names,
+    identity_of,
     initial_environment,
     is_of_library,
+    kind_of,
+    listing_digest,
 )
-from prejit.runtime.recorded.hook.file_facts import identity_of, kind_of, listing_digest
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 
 

@@ -80,13 +80,10 @@ def _watch_inputs() -> None:
 
     orders = json.loads(os.environ["PREJIT_HOOK"])
     here, theirs = os.path.dirname(_HOOK), os.path.dirname(orders["recorder"])
-    facts, variables = (
-        _load(f"prejit_{name}", os.path.join(here, f"{name}.py"))
-        for name in ("file_facts", "environment_variables")
-    )
+    facts = _load("prejit_input_facts", os.path.join(here, "input_facts.py"))
     watch = _load("prejit_process_watch", os.path.join(theirs, "process_watch.py"))
     ours = os.path.dirname(_SITE), os.path.dirname(theirs)
-    watch.start([*ours, os.path.dirname(orders["events"])], facts, variables)
+    watch.start([*ours, os.path.dirname(orders["events"])], facts)
 
 
 def _time_imports() -> None:
