@@ -191,6 +191,17 @@ PREJIT_INLINE Pairs pairs_of(Ints bytes) {
   return {reinterpret_cast<Ints>(w << 8 >> 8), reinterpret_cast<Ints>(w >> 8)};
 }
 
+#if defined(PREJIT_HAS_VNNI)
+// Adds up the weights of each output of a strip, which has 128 more of each.
+__attribute__((target(PREJIT_VNNI), noinline)) void sum_bytes(const int32_t* strip, int64_t steps, Ints (&sums)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) sums[v] = Ints{} - static_cast<int32_t>(128 * kStep * steps);
+  for (int64_t k = 0; k < steps; ++k, strip += kStripOutputs)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      sums[v] = add_dots(sums[v], load_as<Ints>(strip + v * kLanes), Ints{} + 0x01010101);
+}
+#endif
+
 // Copies outputs [0, outputs) of W to a strip, and zeros for the rest of it. Behind it are the sums of outputs.
 void copy_strip(const int8_t* w, int64_t outputs, int64_t inputs, bool are_bytes, int32_t* strip) {
   Ints sums[kVectors] = {};
@@ -218,18 +229,22 @@ void copy_strip(const int8_t* w, int64_t outputs, int64_t inputs, bool are_bytes
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
         if (i >= fours) break;
-        Ints bytes = reinterpret_cast<Ints>(v[i]), flip = bytes ^ static_cast<int32_t>(0x80808080);
-        Pairs pairs = pairs_of(bytes);
-        sums[vector] = sums[vector] + dots_of_pairs(pairs.even, Ints{} + 0x10001) + dots_of_pairs(pairs.odd, Ints{} + 0x10001);
+        Ints bytes = reinterpret_cast<Ints>(v[i]);
         int32_t* to = strip + (k / kStep + i) * (are_bytes ? 1 : 2) * kStripOutputs + vector * kLanes;
         if (are_bytes) {
-          memcpy(to, &flip, sizeof flip);
-        } else {
-          memcpy(to, &pairs.even, sizeof pairs.even);
-          memcpy(to + kStripOutputs, &pairs.odd, sizeof pairs.odd);
+          bytes = bytes ^ static_cast<int32_t>(0x80808080);
+          memcpy(to, &bytes, sizeof bytes);
+          continue;
         }
+        Pairs pairs = pairs_of(bytes);
+        sums[vector] = sums[vector] + dots_of_pairs(pairs.even, Ints{} + 0x10001) + dots_of_pairs(pairs.odd, Ints{} + 0x10001);
+        memcpy(to, &pairs.even, sizeof pairs.even);
+        memcpy(to + kStripOutputs, &pairs.odd, sizeof pairs.odd);
       }
     }
+#if defined(PREJIT_HAS_VNNI)
+  if (are_bytes) sum_bytes(strip, steps_of(inputs, true), sums);
+#endif
   memcpy(strip + steps_of(inputs, are_bytes) * kStripOutputs, sums, sizeof sums);
 }
 
@@ -365,8 +380,8 @@ void multiply_block(const PackedRows& x, int64_t index, const int32_t* strip, in
 
 bool multiply_all(const Linear& p, const PackedRows& x) {
   int64_t strips = parts_of(p.outputs, kStripOutputs), steps = steps_of(p.inputs, x.are_bytes);
-  // Each thread has some blocks to share.
-  int64_t splits = least(x.count(), parts_of(4 * threads(), strips));
+  // Each thread has some blocks to share, of rows that are worth another copy of their strip.
+  int64_t splits = least(parts_of(x.rows, 2 * kBlockRows), parts_of(4 * threads(), strips));
   int64_t strip_size = (steps + 1) * kStripOutputs, sums_size = 2 * kBlockRows * kStripOutputs;
   std::atomic<bool> has_memory{true};
   parallel_for(strips * splits, [&](int64_t task) {
