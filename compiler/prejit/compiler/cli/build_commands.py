@@ -190,7 +190,7 @@ def _build_recordings(
     """Build recorded bundles for other machines. `given` are options that only manifests have."""
     from prejit.compiler.progress import tell
     from prejit.compiler.recording.build_for_machines import build_recording
-    from prejit.compiler.recording.jax_cache_packing import bundle_name
+    from prejit.compiler.recording.jax_cache_packing import name_at
     from prejit.runtime.errors import UsageError
 
     if given or not all((path / "index.json").is_file() for path in paths):
@@ -201,7 +201,7 @@ def _build_recordings(
         )
     written: dict[str, Path] = {}
     for path in paths:
-        name = bundle_name(path.name)
+        name = name_at(path)
         if (first := written.setdefault(name, path)) is not path:
             raise UsageError(
                 f"{path}: expected another name than that of {first}, found {name!r}; nothing was built",

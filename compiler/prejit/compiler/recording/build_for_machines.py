@@ -27,7 +27,7 @@ from prejit.compiler.progress import Progress, open_progress
 from prejit.compiler.recording.jax_cache_packing import (
     RecordedFile,
     RecordedTarget,
-    bundle_name,
+    name_at,
     packed,
     packed_file,
     read_targets,
@@ -89,7 +89,7 @@ def build_recording(
         StoreError: the bundle cannot be written.
         UsageError: it is no recording, it cannot be built for a target, or another bundle is at the output.
     """
-    path = output / bundle_name(recording.name)
+    path = output / name_at(recording)
     if path.exists() and any(each.lowered for each in read_targets(path)):
         raise UsageError(
             f"{path}: expected a new bundle or one that was built from a recording, found a recording",

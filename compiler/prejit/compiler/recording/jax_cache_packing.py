@@ -336,6 +336,11 @@ def bundle_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "recorded"
 
 
+def name_at(path: Path) -> str:
+    """Return the name of the bundle at a path, that of its directory, as of `.`, too."""
+    return bundle_name(os.path.basename(os.path.abspath(path)))
+
+
 def record(command: Sequence[str], output: Path, *, untraced: bool = False) -> Recording:
     """Run a command, and write what jax compiled for it into a bundle.
 
@@ -408,7 +413,7 @@ def _write(
     lowered: Mapping[str, bytes],
 ) -> Recording:
     """Merge targets into the bundle at `output` and write it. A key names one program, of one target."""
-    name = bundle_name(output.name)
+    name = name_at(output)
     with store_errors(output.parent, "write a bundle"):
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = output.parent / f".{output.name}.record.lock"

@@ -19,6 +19,7 @@ from prejit.compiler.recording.jax_cache_packing import (
     collect,
     default_name,
     merged,
+    name_at,
     packed,
     read_targets,
     requirement_of,
@@ -99,7 +100,7 @@ def test_a_torn_file_is_left_out(tmp_path):
             assert "record again" in reason
 
 
-def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name():
+def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name(tmp_path, monkeypatch):
     needs = requirement_of(process(), request("jit_a"), MACHINE)
     assert (needs.platform, needs.cpu_features, needs.jaxlib) == ("cpu", ("avx2", "sse"), "1.2.3")
     on_gpu = requirement_of(process(), request("jit_a", conditions={"platform": "gpu"}), GPU)
@@ -117,6 +118,8 @@ def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name():
         ("python ---.py", "recorded"),
     ):
         assert default_name(command.split()) == bundle_name(name) == name
+    monkeypatch.chdir(tmp_path)
+    assert name_at(Path()) == name_at(tmp_path) == bundle_name(tmp_path.name)
 
 
 def target_with(*names, jaxlib="1.2.3", at):
