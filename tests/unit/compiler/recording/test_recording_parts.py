@@ -186,4 +186,8 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
     assert read("dict(os.environ.items())", **env) == {"own": listed, "tqdm.utils": prefixed}
     assert read("{**os.environ}", **env)["own"] == listed
     assert read("[*os.environ]", **env)["own"] == {"*": ["A", "TQDM_B"]}
+    in_a_thread = (
+        "import _thread, time; _thread.start_new_thread(list, (os.environ,)); time.sleep(0.2)"
+    )
+    assert read(in_a_thread, **env)["tqdm.utils"] == {"*": ["A", "TQDM_B"]}
     assert read("os.environ['A']; os.environ.copy()", **env)["tqdm.utils"] == {"A": "1"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, ItemsView, Iterator
+from types import FrameType
 from typing import Any
 
 _stat = os.stat
@@ -55,15 +56,15 @@ class ProcessWatch:
         of_shell = self._facts.OF_SHELL
 
         def getitem(variables: Any, name: str) -> str:
-            frame: Any = sys._getframe(1)
-            is_listed = frame.f_code is _ITEMS
+            frame = sys._getframe().f_back
+            is_listed = frame is not None and frame.f_code is _ITEMS
             if name not in of_shell and (not is_listed or name.startswith(self._prefix(frame))):
                 self._add("variables", name)
             found: str = read(variables, name)
             return found
 
         def listed(variables: Any) -> Iterator[str]:
-            self._add("variables", self._prefix(sys._getframe(1)) + self._facts.LISTED)
+            self._add("variables", self._prefix(sys._getframe().f_back) + self._facts.LISTED)
             found: Iterator[str] = names(variables)
             return found
 
@@ -79,11 +80,12 @@ class ProcessWatch:
         # Copies are for processes that are started; they would count as every variable.
         environ.copy = lambda variables: {name: read(variables, name) for name in names(variables)}
 
-    def _prefix(self, frame: Any) -> str:
+    def _prefix(self, frame: FrameType | None) -> str:
         """Return the prefix of the variables that count for code that lists all."""
-        while frame.f_globals.get("__name__") in _OF_VIEWS:
-            frame = frame.f_back
-        prefix: str = self._facts.PREFIXES.get(frame.f_globals.get("__name__"), "")
+        module = "os"
+        while frame is not None and module in _OF_VIEWS:
+            module, frame = frame.f_globals.get("__name__", ""), frame.f_back
+        prefix: str = self._facts.PREFIXES.get(module, "")
         return prefix
 
     def taken(self) -> list[list[Any]]:
