@@ -1,4 +1,4 @@
-"""REINFORCE on gymnax's CartPole: a recurrent policy, rollouts in a scan, a batch of environments."""
+"""REINFORCE on CartPole of gymnax 1.0: a recurrent policy, rollouts in a scan, a batch of environments."""
 
 import gymnax
 import jax
@@ -20,8 +20,8 @@ def rollout(params, key):
         hidden, logits = policy(params, hidden, obs)
         choose, move = jax.random.split(key)
         action = jax.random.categorical(choose, logits)
-        obs, state, reward, done, _ = env.step(move, state, action, env_params)
-        return (obs, state, hidden * (1 - done)), (jax.nn.log_softmax(logits)[action], reward)
+        obs, state, reward, ended, cut, _ = env.step(move, state, action, env_params)
+        return (obs, state, hidden * (1 - (ended | cut))), (jax.nn.log_softmax(logits)[action], reward)
 
     obs, state = env.reset(key, env_params)
     return jax.lax.scan(act, (obs, state, jnp.zeros(8)), jax.random.split(key, 16))[1]
