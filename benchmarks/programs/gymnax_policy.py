@@ -21,7 +21,10 @@ def rollout(params, key):
         choose, move = jax.random.split(key)
         action = jax.random.categorical(choose, logits)
         obs, state, reward, ended, cut, _ = env.step(move, state, action, env_params)
-        return (obs, state, hidden * (1 - (ended | cut))), (jax.nn.log_softmax(logits)[action], reward)
+        return (obs, state, hidden * (1 - (ended | cut))), (
+            jax.nn.log_softmax(logits)[action],
+            reward,
+        )
 
     obs, state = env.reset(key, env_params)
     return jax.lax.scan(act, (obs, state, jnp.zeros(8)), jax.random.split(key, 16))[1]

@@ -174,6 +174,7 @@ def test_what_cannot_be_built_is_refused_with_the_way_out(here, recording, built
     assert "--target cpu-x86-64-v3" in refused(recording)
     assert "a machine of platform cuda, found cpu" in refused(recording, "cuda-h100")
     assert "record on such a machine" in refused(recording, "cuda-h100")
+    assert "found tpu-v5e" in refused(recording, "tpu-v5e")
     assert "another directory" in refused(recording, LEVELS[0], output=here)
     assert "record again" in refused(built, LEVELS[0])
     [target] = read_targets(recording)

@@ -46,7 +46,7 @@ def pair(x, *more, key):
     return [x + 1, *more], jax.random.uniform(key, (2,))
 """
 PROGRAM = """
-import sys
+import subprocess, sys
 import jax, jax.numpy as jnp
 import model
 if __name__ == "__main__":
@@ -54,6 +54,7 @@ if __name__ == "__main__":
     state = model.State(jnp.ones(2), jnp.int32(0))
     for _ in range(3):
         state, results = model.train(state, x, kind=model.Kind.PLAIN)
+    subprocess.run(["true"])
     (y, z), numbers = model.pair(x, 5, key=jax.random.key(1))
     twice = [jax.jit(lambda x, by=by: x * by)(x)[0].item() for by in (2.0, 3.0)]
     with jax.default_prng_impl("rbg"):

@@ -35,7 +35,7 @@ from prejit.compiler.recording.jax_cache_packing import (
 )
 from prejit.compiler.recording.untraced_calls import RecordedCalls
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.targets.target_classes import CUDA, Target
+from prejit.compiler.targets.target_classes import CUDA, PLUGINS, Target
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, UsageError
@@ -112,7 +112,7 @@ def build_recording(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         ) as pool,
     ):
-        built = [_built(each, source, store, pool, progress) for each, source in chosen]
+        built = [_built(recording, each, source, store, pool, progress) for each, source in chosen]
         compiled = len(pool.compiled)
     packs = []
     for (each, _), (made, _) in sorted(
@@ -130,11 +130,12 @@ def build_recording(
         if file.entry.file not in source.lowered
     )
     left_out |= dict.fromkeys(line for _, lines in built for line in lines)
-    used = chosen[0][1]
+    used = [source for _, source in chosen]
     left_out |= dict.fromkeys(
-        f"the programs of {each.name}: a build takes those of one recorded target, here {used.name}"
+        f"the programs of {each.name}: a build for a target takes those of one recorded target, here "
+        f"{used[0].name}"
         for each in recorded
-        if each is not used
+        if each not in used
     )
     return BuiltRecording(
         path,
@@ -157,7 +158,13 @@ def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> 
     Of several that of the installed jaxlib comes first, then the one with most programs.
     """
     platforms = sorted({each.requirement.platform for each in recorded})
-    if wanted.platform == "tpu" or wanted.platform not in platforms:
+    if wanted.platform == "tpu":
+        raise UsageError(
+            f"{path}: expected targets of platform cpu or cuda, for which recordings are built, found "
+            f"{wanted.name}",
+            hint="record on the TPU that runs the program; its recording needs no build",
+        )
+    if wanted.platform not in platforms:
         raise UsageError(
             f"{path}: cannot build the programs for {wanted.name}: expected a recording on a machine of "
             f"platform {wanted.platform}, found {' and '.join(platforms) or 'none'}",
@@ -167,6 +174,8 @@ def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> 
         (each for each in recorded if each.requirement.platform == wanted.platform),
         key=lambda each: (
             each.requirement.jaxlib == versions("jaxlib")["jaxlib"] and len(each.lowered) > 0,
+            (each.requirement.plugin or "").partition(" ")[0] == PLUGINS.get(wanted.platform, ""),
+            each.requirement.device_kind == wanted.device_kind,
             each.count,
         ),
     )
@@ -180,6 +189,7 @@ def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> 
 
 
 def _built(
+    path: Path,
     wanted: Target,
     source: RecordedTarget,
     store: DirectoryStore,
@@ -202,9 +212,9 @@ def _built(
     ):
         if compiles != compiled:
             raise BuildError(
-                f"target {wanted.name}: expected {compiled}, with which the program was recorded, found "
-                f"{compiles}",
-                hint="build where this one is installed, or record again with the one that is",
+                f"target {wanted.name}: expected {compiled or 'no plugin'}, with which {path} was recorded, "
+                f"found {compiles}",
+                hint=f"record with {compiles}, or build where {compiled or 'none'} is installed",
             )
     programs = {
         each.entry.file: RecordedLowering.of(source.lowered[each.entry.file])

@@ -74,6 +74,7 @@ def _read(path: Path) -> RecordedCalls | None:
         name: [] for name in ("variables", "files", "listings", "kinds")
     }
     calls: dict[str, dict[str, Any]] = {}
+    failure: str | None = None
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
@@ -82,6 +83,7 @@ def _read(path: Path) -> RecordedCalls | None:
         if "command" in line:
             command, initial = line["command"], line["environment"]
         modules += line.get("modules", ())
+        failure = line.get("failure", failure)
         for kind, name, found in line.get("read", ()):
             if not (kind == "variables" and name.startswith(OF_PREJIT)):
                 inputs[kind].append([name, line["index"], found])
@@ -89,6 +91,9 @@ def _read(path: Path) -> RecordedCalls | None:
             _add(calls, line["called"])
     if command is None or not calls:
         return None
+    if failure is not None:  # what the process has read is not known
+        for each in calls.values():
+            each["reason"] = f"{UNCONFIRMED}; prejit could not watch this one: {failure}"
     names = {*filter(is_of_library, initial), *(name for name, *_ in inputs["variables"])}
     files = [
         [name, index, identity, _digest(name, identity)]

@@ -181,13 +181,18 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
         return found
 
     env = {"A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8", "_": "x"}
-    listed = {"*": ["A", "TQDM_B"], "A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8"}
-    prefixed = {"TQDM_*": ["TQDM_B"], "TQDM_B": "2"}
+    listed = {"=": ["A", "TQDM_B"], "A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8"}
+    prefixed = {"TQDM_=": ["TQDM_B"], "TQDM_B": "2"}
     assert read("dict(os.environ.items())", **env) == {"own": listed, "tqdm.utils": prefixed}
     assert read("{**os.environ}", **env)["own"] == listed
-    assert read("[*os.environ]", **env)["own"] == {"*": ["A", "TQDM_B"]}
+    assert read("[*os.environ]", **env)["own"] == {"=": ["A", "TQDM_B"]}
     in_a_thread = (
         "import _thread, time; _thread.start_new_thread(list, (os.environ,)); time.sleep(0.2)"
     )
-    assert read(in_a_thread, **env)["tqdm.utils"] == {"*": ["A", "TQDM_B"]}
+    assert read(in_a_thread, **env)["tqdm.utils"] == {"=": ["A", "TQDM_B"]}
+    other = "def of(prefix): return [k for k, v in os.environ.items()]\nof('APP_')"
+    assert read(other, **env)["tqdm.utils"] == listed
+    assert read("len(os.environ)", **env)["own"] == {"=": ["A", "TQDM_B"]}
+    assert read("os.getenvb(b'A')", **env)["own"] == {"A": "1"}
+    assert read("import subprocess; subprocess.run(['true'])", **env)["own"] == {"PATH": None}
     assert read("os.environ['A']; os.environ.copy()", **env)["tqdm.utils"] == {"A": "1"}

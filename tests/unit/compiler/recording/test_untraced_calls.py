@@ -1,8 +1,15 @@
 """A recording confirms the calls of the one before, or names the input in which they differ."""
 
+import json
+
 import pytest
 
-from prejit.compiler.recording.untraced_calls import UNCONFIRMED, RecordedCalls, confirmed
+from prejit.compiler.recording.untraced_calls import (
+    UNCONFIRMED,
+    RecordedCalls,
+    confirmed,
+    read_calls,
+)
 
 CALL = {"name": "jit_f", "reason": None, "program": "p", "indices": [1]}
 INPUTS = {
@@ -31,6 +38,18 @@ def recording(**inputs):
 def test_an_input_in_which_two_recordings_differ_is_named(inputs, said):
     [reason] = confirmed(recording(**inputs), recording()).reasons()
     assert reason == f"{UNCONFIRMED}; before, {said}"
+
+
+def test_calls_of_a_process_that_could_not_be_watched_are_not_confirmed(tmp_path):
+    lines = [
+        {"command": ["/", "serve.py"], "environment": {}},
+        {"called": {**CALL, "signature": "s", "index": 1, "executable": {}, "results": []}},
+        {"failure": "OSError: gone"},
+    ]
+    for count, confirmed_calls in ((2, 1), (3, 0)):
+        (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, lines[:count])))
+        [calls] = read_calls(tmp_path)
+        assert confirmed(calls, calls).count(confirmed=True) == confirmed_calls
 
 
 def test_two_recordings_with_the_same_inputs_confirm_a_call():

@@ -149,7 +149,7 @@ def test_a_program_without_jax_is_left_alone_and_a_hook_that_fails_is_a_line(tmp
     )
     plain, hooked = (json.loads(ran(code, env).stdout) for env in ({**os.environ}, environment()))
     assert hooked[0] == plain[0]
-    assert set(hooked[1]) - set(plain[1]) <= {"sitecustomize"}
+    assert set(hooked[1]) - set(plain[1]) <= {"sitecustomize", "prejit_environment"}
     assert hooked[2] == plain[2] + 1
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("NAME = 'not really jax'\n")

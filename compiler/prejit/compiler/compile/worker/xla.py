@@ -108,7 +108,7 @@ def compile_portable(
             register_stand_ins([unknown[1]])
             return compile_portable(portable, machine, (*stand_ins, unknown[1]))
         hint = None
-        if unknown is not None:
+        if unknown is not None and recorded is None:
             hint = (
                 "if the handler is in a library of yours, name it in the manifest: [[library]] with its "
                 f"path and handlers = {{ {unknown[1]} = SYMBOL }}"

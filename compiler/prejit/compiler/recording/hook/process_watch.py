@@ -7,7 +7,9 @@ report each file that Python opens. A file that a native library opens is not re
 from __future__ import annotations
 
 import os
+import re
 import sys
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable, ItemsView, Iterator
 from types import FrameType
 from typing import Any
@@ -17,6 +19,8 @@ _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
 _IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
 """The code that lists the directories of modules and of installed packages. What it imports is compared."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_BYTECODE = re.compile(r"\.pyc(\.\d+)?$")
+"""The end of the names of compiled modules, and of those that Python has not finished."""
 _ITEMS = ItemsView.__iter__.__code__
 _OF_VIEWS = ("collections.abc", "_collections_abc", "os")
 
@@ -39,7 +43,9 @@ class ProcessWatch:
         self._written: set[str] = set()
         self._seen: set[tuple[str, str]] = set()
         self._new: list[list[Any]] = []
-        self._is_busy = False
+        self._busy: set[int] = set()
+        """The threads inside of this watch, whose own reads do not count."""
+        self._lock = allocate_lock()
         self._facts = facts
         self._variable: Callable[[str], str | None] = os.environ.get
         self.effects: list[str] | None = None
@@ -49,17 +55,18 @@ class ProcessWatch:
         """Watch this process from now on."""
         sys.addaudithook(self._event)
         environ: Any = type(os.environ)
-        read, names = environ.__getitem__, environ.__iter__
-        self._variable = lambda name: (
-            read(os.environ, name) if name in {*names(os.environ)} else None
-        )
+        read, names, length = environ.__getitem__, environ.__iter__, environ.__len__
+        at_start = os.environ
+        self._variable = lambda name: read(at_start, name) if name in {*names(at_start)} else None
         of_shell = self._facts.OF_SHELL
 
-        def getitem(variables: Any, name: str) -> str:
-            frame = sys._getframe().f_back
-            is_listed = frame is not None and frame.f_code is _ITEMS
-            if name not in of_shell and (not is_listed or name.startswith(self._prefix(frame))):
-                self._add("variables", name)
+        def getitem(variables: Any, name: Any) -> str:
+            text = os.fsdecode(name) if isinstance(name, bytes) else name
+            if isinstance(text, str) and text not in of_shell:
+                frame = sys._getframe().f_back
+                is_listed = frame is not None and frame.f_code is _ITEMS
+                if not is_listed or text.startswith(self._prefix(frame)):
+                    self._add("variables", text)
             found: str = read(variables, name)
             return found
 
@@ -68,7 +75,20 @@ class ProcessWatch:
             found: Iterator[str] = names(variables)
             return found
 
+        def counted(variables: Any) -> int:
+            self._add("variables", self._prefix(sys._getframe().f_back) + self._facts.LISTED)
+            return int(length(variables))
+
+        def copied(variables: Any) -> dict[str, str]:
+            # Outside of traces copies are for processes that are started; they would count as every variable.
+            return (
+                {name: variables[name] for name in variables}
+                if self.effects is not None
+                else {name: read(variables, name) for name in names(variables)}
+            )
+
         environ.__getitem__, environ.__iter__ = getitem, listed
+        environ.__len__, environ.copy = counted, copied
 
         def noted(path: Any, *more: Any, **named: Any) -> os.stat_result:
             if isinstance(path, (str, bytes)) or hasattr(path, "__fspath__"):
@@ -77,20 +97,20 @@ class ProcessWatch:
 
         patched: Any = os
         patched.stat = noted
-        # Copies are for processes that are started; they would count as every variable.
-        environ.copy = lambda variables: {name: read(variables, name) for name in names(variables)}
 
     def _prefix(self, frame: FrameType | None) -> str:
         """Return the prefix of the variables that count for code that lists all."""
-        module = "os"
-        while frame is not None and module in _OF_VIEWS:
-            module, frame = frame.f_globals.get("__name__", ""), frame.f_back
-        prefix: str = self._facts.PREFIXES.get(module, "")
-        return prefix
+        while frame is not None and frame.f_globals.get("__name__") in _OF_VIEWS:
+            frame = frame.f_back
+        if frame is None:
+            return ""
+        prefix: str = self._facts.PREFIXES.get(frame.f_globals.get("__name__", ""), "")
+        return prefix if frame.f_locals.get("prefix", prefix) == prefix else ""
 
     def taken(self) -> list[list[Any]]:
         """Return what is new since the last call of this: a kind, a name, and what tells of a change."""
-        found, self._new = self._new, []
+        with self._lock:
+            found, self._new = self._new, []
         for entry in found:
             if entry[0] == "variables":
                 name: str = entry[1]
@@ -102,18 +122,22 @@ class ProcessWatch:
 
     def _add(self, kind: str, name: str) -> None:
         if (kind, name) not in self._seen:
-            self._seen.add((kind, name))
             read = self._change.get(kind)
-            self._new.append([kind, name, None if read is None else read(name)])
+            entry = [kind, name, None if read is None else read(name)]
+            with self._lock:
+                if (kind, name) not in self._seen:
+                    self._seen.add((kind, name))
+                    self._new.append(entry)
 
     def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._is_busy:
+        thread = get_ident()
+        if thread in self._busy:
             return
-        self._is_busy = True
+        self._busy.add(thread)
         try:
             self._read(event, arguments)
         finally:
-            self._is_busy = False
+            self._busy.discard(thread)
 
     def _read(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -129,9 +153,7 @@ class ProcessWatch:
                 self._path("files", path)
         elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
             self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
-        moves = event in ("os.mkdir", "os.rename")
-        is_effect = event in _EFFECTS and not (moves and _is_of_bytecode(arguments[0]))
-        if is_effect and self.effects is not None:
+        if event in _EFFECTS and self.effects is not None and not _keeps_bytecode(event, arguments):
             self.effects.append(event)
 
     def _opened(self, path: Any, mode: Any, flags: Any) -> None:
@@ -147,7 +169,7 @@ class ProcessWatch:
         if (
             self.effects is not None
             and not path.startswith(self._left_out)
-            and not _is_of_bytecode(path)
+            and not _BYTECODE.search(path)
         ):
             self.effects.append(f"open {path} for writing")
 
@@ -161,9 +183,13 @@ class ProcessWatch:
             self._add(kind, path)
 
 
-def _is_of_bytecode(path: Any) -> bool:
-    """Return whether a path is of Python's compiled modules, which a first import writes and renames."""
-    return "__pycache__" in os.fsdecode(path).split(os.path.sep)
+def _keeps_bytecode(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Return whether Python keeps a module that it has compiled, at its first import."""
+    if event == "os.mkdir":
+        return os.path.basename(os.fsdecode(arguments[0])) == "__pycache__"
+    return event == "os.rename" and all(
+        _BYTECODE.search(os.fsdecode(each)) for each in arguments[:2]
+    )
 
 
 _EFFECTS = frozenset(

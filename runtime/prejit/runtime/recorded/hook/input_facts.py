@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import sys
 
 LIBRARY_PREFIXES = (
     *("JAX_", "XLA_", "TF_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_TF32_", "NCCL_", "ROCR_", "HIP_"),
@@ -15,14 +16,15 @@ LIBRARY_PREFIXES = (
 )
 """Environment variables that libraries read behind Python's back."""
 LIBRARY_NAMES = ("LANG", "TZ", "HOME")
-OF_PREJIT = ("PREJIT_HOOK", "PYTHONPATH", "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
+OF_PREJIT = ("PREJIT_", "PYTHONPATH", "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
 """What `prejit record` and `prejit run` set themselves, and differently."""
 OF_SHELL = ("_", "OLDPWD", "SHLVL")
 """Variables by which a shell says where it started a process: code that reads all reads them."""
 PREFIXES = {"networkx.utils.backends": "NETWORKX_", "tqdm.utils": "TQDM_"}
-"""Modules that look at all variables and read those with a prefix."""
-LISTED = "*"
-"""The end of a name that stands for all that begin with what is before it: code has listed them."""
+"""Modules that look at all variables and read those with a prefix; tqdm's has it in a variable `prefix`."""
+LISTED = "="
+"""The end of a name that stands for all that begin with what is before it: code has listed them. No variable
+has it in its name."""
 
 _stat = os.stat
 """As it was when this was loaded: a recording replaces it, to see the program's calls."""
@@ -64,10 +66,12 @@ def is_of_library(name: str) -> bool:
 
 
 def initial_environment() -> dict[str, str]:
-    """Return the environment with which this process started."""
-    with open("/proc/self/environ", "rb") as file:
-        lines = os.fsdecode(file.read()).split("\0")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
+    """Return the environment with which this process started.
+
+    `sitecustomize` keeps it: gunicorn and others write their titles over the kernel's copy.
+    """
+    kept: dict[str, str] | None = getattr(sys.modules.get("prejit_environment"), "at_start", None)
+    return dict(os.environ) if kept is None else kept
 
 
 def counted_names(prefix: str) -> list[str]:

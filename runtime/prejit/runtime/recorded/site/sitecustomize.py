@@ -130,6 +130,8 @@ def _import_other() -> None:
 
 if __name__ == "sitecustomize":
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _SITE]
+    sys.modules["prejit_environment"] = type(sys)("prejit_environment")
+    vars(sys.modules["prejit_environment"])["at_start"] = dict(os.environ)  # for `input_facts`
     if '"events": "' in os.environ.get("PREJIT_HOOK", ""):
         _time_imports()
     if '"calls": true' in os.environ.get("PREJIT_HOOK", ""):
