@@ -171,8 +171,9 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
             "    return module\n"
             f"watch = load({process_watch.__file__!r})\n"
             f"watch.start([], load({input_facts.__file__!r}))\n"
-            f"exec({code!r}, {{'os': os, '__name__': sys.argv[1]}})\n"
-            "print(json.dumps({n: v for k, n, v in watch.watch.taken() if k == 'variables'}))\n"
+            f"exec({code!r}, {{'os': os, 'watch': watch.watch, '__name__': sys.argv[1]}})\n"
+            "read = {n: v for k, n, v in watch.watch.taken() if k == 'variables' or n == '/etc/passwd'}\n"
+            "print(json.dumps(read))\n"
         )
         found = {}
         for name in ("own", "tqdm.utils"):
@@ -190,6 +191,13 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
         "import _thread, time; _thread.start_new_thread(list, (os.environ,)); time.sleep(0.2)"
     )
     assert read(in_a_thread, **env)["tqdm.utils"] == {"=": ["A", "TQDM_B"]}
+    beside = (  # a thread that is inside the watch hides nothing of another one
+        "import threading, time\n"
+        "watch._change['listings'] = lambda path: time.sleep(0.4)\n"
+        "threading.Thread(target=os.listdir, args=('/',)).start()\n"
+        "time.sleep(0.1), open('/etc/passwd').close()"
+    )
+    assert [*read(beside, **env)["own"]] == ["/etc/passwd"]
     other = "def of(prefix): return [k for k, v in os.environ.items()]\nof('APP_')"
     assert read(other, **env)["tqdm.utils"] == listed
     assert read("len(os.environ)", **env)["own"] == {"=": ["A", "TQDM_B"]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from _thread import allocate_lock, get_ident
+from _thread import get_ident
 from collections.abc import Callable, ItemsView, Iterator
 from types import FrameType
 from typing import Any
@@ -45,7 +45,6 @@ class ProcessWatch:
         self._new: list[list[Any]] = []
         self._busy: set[int] = set()
         """The threads inside of this watch, whose own reads do not count."""
-        self._lock = allocate_lock()
         self._facts = facts
         self._variable: Callable[[str], str | None] = os.environ.get
         self.effects: list[str] | None = None
@@ -109,8 +108,8 @@ class ProcessWatch:
 
     def taken(self) -> list[list[Any]]:
         """Return what is new since the last call of this: a kind, a name, and what tells of a change."""
-        with self._lock:
-            found, self._new = self._new, []
+        found = [*self._new]  # no lock, which a fork would inherit: threads only append meanwhile
+        del self._new[: len(found)]
         for entry in found:
             if entry[0] == "variables":
                 name: str = entry[1]
@@ -123,11 +122,8 @@ class ProcessWatch:
     def _add(self, kind: str, name: str) -> None:
         if (kind, name) not in self._seen:
             read = self._change.get(kind)
-            entry = [kind, name, None if read is None else read(name)]
-            with self._lock:
-                if (kind, name) not in self._seen:
-                    self._seen.add((kind, name))
-                    self._new.append(entry)
+            self._new.append([kind, name, None if read is None else read(name)])
+            self._seen.add((kind, name))
 
     def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
         thread = get_ident()
