@@ -8,7 +8,7 @@ import sys
 import pytest
 
 MODEL = """
-import enum, functools, os, tempfile
+import warnings, enum, functools, os, tempfile
 from dataclasses import dataclass
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp
@@ -43,6 +43,7 @@ def train(state, x, *, kind=Kind.PLAIN):
 
 @jax.jit
 def pair(x, *more, key):
+    warnings.warn("old", DeprecationWarning)  # not shown
     return [x + 1, *more], jax.random.uniform(key, (2,))
 """
 PROGRAM = """

@@ -102,7 +102,12 @@ def _roots(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _state(root: dict[str, Any]) -> dict[str, Any]:
-    return {str(key): _marks(value) for key, value in [*root.items()]}
+    return {
+        str(key): _marks(value)
+        for key, value in [*root.items()]
+        # Python notes there, beside the version of its filters, warnings that it has shown.
+        if key != "__warningregistry__" or {*value} - {"version"}
+    }
 
 
 def _marks(value: Any) -> Any:
