@@ -11,6 +11,8 @@ import re
 import sys
 from _thread import get_ident
 from collections.abc import Callable, ItemsView, Iterator
+from contextlib import suppress
+from importlib.util import source_from_cache
 from types import FrameType
 from typing import Any
 
@@ -172,9 +174,8 @@ class ProcessWatch:
     def _path(self, kind: str, path: str) -> None:
         path = os.path.abspath(path)
         if path.endswith(".pyc"):
-            directory, name = os.path.split(path)
-            if os.path.basename(directory) == "__pycache__":
-                path = os.path.join(os.path.dirname(directory), name.split(".", 1)[0] + ".py")
+            with suppress(ValueError):  # of one without a source
+                path = source_from_cache(path)
         if path not in self._written and not os.path.join(path, "").startswith(self._left_out):
             self._add(kind, path)
 
