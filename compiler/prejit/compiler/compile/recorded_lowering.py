@@ -37,8 +37,8 @@ class RecordedLowering:
     portable: bytes
 
     @classmethod
-    def of(cls, content: bytes) -> RecordedLowering:
-        """Return the program in a file.
+    def of(cls, content: bytes, name: str = "a recorded program") -> RecordedLowering:
+        """Return the program in a file. `name` says which, for errors.
 
         Raises:
             BuildError: it is none.
@@ -55,7 +55,7 @@ class RecordedLowering:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise BuildError(
-                f"expected a program as `prejit record` keeps it, found other bytes: {error!r}",
+                f"{name}: expected StableHLO as `prejit record` keeps it, found other bytes: {error!r}",
                 hint="record again, into a new directory",
             ) from error
 

@@ -217,7 +217,9 @@ def _built(
                 hint=f"record with {compiles}, or build where {compiled or 'none'} is installed",
             )
     programs = {
-        each.entry.file: RecordedLowering.of(source.lowered[each.entry.file])
+        each.entry.file: RecordedLowering.of(
+            source.lowered[each.entry.file], f"{path}: {each.entry.name}"
+        )
         for each in _programs(source)
         if each.entry.file in source.lowered
     }
