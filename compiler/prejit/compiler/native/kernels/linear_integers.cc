@@ -210,19 +210,16 @@ void copy_strip(const int8_t* w, int64_t outputs, int64_t inputs, bool are_bytes
   for (int64_t k = 0; k < inputs; k += kAtOnce)
     for (int vector = 0; vector < kVectors; ++vector) {
       Floats v[kLanes];
+      const int8_t* from = w + vector * kLanes * inputs + k;
+      int64_t count = outputs - vector * kLanes, bytes = least(inputs - k, kAtOnce);
+      if (count >= kLanes && bytes == kAtOnce) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        int64_t output = vector * kLanes + i;
-        const int8_t* from = w + output * inputs + k;
-        if (output >= outputs) {
-          v[i] = Floats{};
-        } else if (k + kAtOnce <= inputs) {
-          v[i] = load_as<Floats>(from);
-        } else {
-          int8_t some[kAtOnce] = {};
-          memcpy(some, from, inputs - k);
-          v[i] = load_as<Floats>(some);
-        }
+        for (int i = 0; i < kLanes; ++i) v[i] = load_as<Floats>(from + i * inputs);
+      } else {
+        int8_t some[kLanes][kAtOnce] = {};
+        for (int i = 0; i < least(count, kLanes); ++i) memcpy(some[i], from + i * inputs, bytes);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) v[i] = load_as<Floats>(some[i]);
       }
       transpose(v);
       int64_t fours = least(steps_of(inputs - k, true), kLanes);
