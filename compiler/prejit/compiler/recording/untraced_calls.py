@@ -75,6 +75,7 @@ def _read(path: Path) -> RecordedCalls | None:
     }
     calls: dict[str, dict[str, Any]] = {}
     failure: str | None = None
+    searched: list[str] = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
@@ -84,6 +85,7 @@ def _read(path: Path) -> RecordedCalls | None:
             command, initial = line["command"], line["environment"]
         modules += line.get("modules", ())
         failure = line.get("failure", failure)
+        searched = line.get("path", searched)
         for kind, name, found in line.get("read", ()):
             if not (kind == "variables" and name.startswith(OF_PREJIT)):
                 inputs[kind].append([name, line["index"], found])
@@ -108,6 +110,7 @@ def _read(path: Path) -> RecordedCalls | None:
                 **inputs,
                 "files": files,
                 "modules": sorted(modules),
+                "path": searched,
             },
             "calls": calls,
             "recordings": 1,

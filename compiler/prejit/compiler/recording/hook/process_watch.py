@@ -145,10 +145,14 @@ class ProcessWatch:
             of_program = not sys._getframe(2).f_code.co_filename.startswith(_IMPORTERS)
             if of_program and isinstance(path, (str, bytes, type(None))):
                 self._path("listings", os.fsdecode(path or "."))
-        elif event in ("import", "ctypes.dlopen", "sqlite3.connect"):
+        elif event in ("import", "ctypes.dlopen"):
             path = arguments[1 if event == "import" else 0]
             if isinstance(path, str) and os.path.sep in path:
                 self._path("files", path)
+        elif event == "sqlite3.connect":
+            path = os.fsdecode(arguments[0])
+            if path != ":memory:":
+                self._path("files", path.removeprefix("file:").partition("?")[0])
         elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
             self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
         if event in _EFFECTS and self.effects is not None and not _keeps_bytecode(event, arguments):
@@ -163,7 +167,11 @@ class ProcessWatch:
             self._path("files", path)
             return
         path = os.path.abspath(path)
-        self._written.add(path)
+        if os.path.lexists(path) and path not in self._written and not _truncates(mode, flags):
+            if "+" in (mode or "") or bool(flags and flags & os.O_RDWR):
+                self._path("files", path)
+        else:
+            self._written.add(path)
         if (
             self.effects is not None
             and not path.startswith(self._left_out)
@@ -172,12 +180,20 @@ class ProcessWatch:
             self.effects.append(f"open {path} for writing")
 
     def _path(self, kind: str, path: str) -> None:
-        path = os.path.abspath(path)
+        if os.path.pardir in path.split(os.path.sep):  # behind a link it leads elsewhere
+            path = os.path.join(os.getcwd(), path)
+        else:
+            path = os.path.abspath(path)
         if path.endswith(".pyc"):
             with suppress(ValueError):  # of one without a source
                 path = source_from_cache(path)
         if path not in self._written and not os.path.join(path, "").startswith(self._left_out):
             self._add(kind, path)
+
+
+def _truncates(mode: str | None, flags: int | None) -> bool:
+    """Return whether a file that is opened for writing loses its content."""
+    return any(each in mode for each in "wx") if mode else bool(flags and flags & os.O_TRUNC)
 
 
 def _keeps_bytecode(event: str, arguments: tuple[Any, ...]) -> bool:

@@ -14,7 +14,8 @@ import io
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from prejit.runtime.recorded.hook.plain_texts import is_of_program
@@ -69,39 +70,67 @@ class _Stream:
         return self.has_written
 
 
-def _roots(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _roots(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield names and dictionaries of what a trace of a function may change."""
+    seen: set[int] = set()
+    waiting = [(function, "the function", 3, True)]
     for name, module in [*sys.modules.items()]:
         if is_of_program(name):
             yield name, vars(module)
-    seen: set[int] = set()
-    waiting = [(function, "the function", 3)]
+            waiting += [(each, f"{name}.{key}", 2, False) for key, each in _parts(vars(module))]
     while waiting:
-        value, name, depth = waiting.pop()
+        value, name, depth, of_function = waiting.pop()
         if depth == 0 or id(value) in seen:
             continue
         seen.add(id(value))
-        value = getattr(value, "__wrapped__", value)
+        if inspect.getattr_static(value, "__wrapped__", None) is not None:
+            value = value.__wrapped__
+        held: Mapping[str, Any] | None = None
         if inspect.ismethod(value):
-            waiting += [(value.__self__, "self", depth), (value.__func__, name, depth)]
+            parts: tuple[Any, ...] = (value.__self__, value.__func__)
+            waiting += [(each, name, depth, of_function) for each in parts]
         elif isinstance(value, functools.partial):
             parts = (value.func, *value.args, *value.keywords.values())
-            waiting += [(each, name, depth) for each in parts]
+            waiting += [(each, name, depth, of_function) for each in parts]
         elif inspect.isfunction(value):
-            held = {}
-            for each, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                try:
-                    held[each] = cell.cell_contents
-                except ValueError:  # a function that is not defined yet
-                    continue
-            if held:
-                yield f"{name} {value.__qualname__}", held
-            waiting += [(content, each, depth - 1) for each, content in held.items()]
-        elif isinstance(getattr(value, "__dict__", None), dict) and not inspect.ismodule(value):
-            yield f"{name} ({type(value).__qualname__})", vars(value)
+            name, held = f"{name} {value.__qualname__}", _held(value)
+        elif isinstance(value, dict):
+            held = value
+        elif isinstance(value, type):
+            held = vars(value) if is_of_program(value.__module__) else None
+        elif type(value).__dictoffset__ and not inspect.ismodule(value):
+            # Objects of other packages fill caches of their own: only those that the function holds count.
+            kind = type(value)
+            if of_function or is_of_program(kind.__module__) or kind is SimpleNamespace:
+                name, held = f"{name} ({kind.__qualname__})", vars(value)
+        if held is not None:
+            yield name, held
+            waiting += [
+                (each, f"{name} {key}", depth - 1, of_function) for key, each in _parts(held)
+            ]
 
 
-def _state(root: dict[str, Any]) -> dict[str, Any]:
+_MOST_PARTS = 1000
+"""Maximum parts of a value that are looked into."""
+
+
+def _parts(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what is looked into, too. Names with two underscores are Python's own."""
+    parts = [*held.items()][:_MOST_PARTS]
+    return [(key, each) for key, each in parts if not str(key).startswith("__")]
+
+
+def _held(function: Any) -> dict[str, Any]:
+    """Return what a function holds: variables of its closure, defaults and attributes."""
+    held = dict(vars(function))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a function that is not defined yet
+            held[name] = cell.cell_contents
+    defaults = {f"default {n}": each for n, each in enumerate(function.__defaults__ or ())}
+    return {**held, **defaults, **(function.__kwdefaults__ or {})}
+
+
+def _state(root: Mapping[str, Any]) -> dict[str, Any]:
     return {
         str(key): _marks(value)
         for key, value in [*root.items()]
