@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -146,6 +147,7 @@ def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bu
     changed(str(here / "parts"))
     (here / "parts" / "one").unlink()
     changed("the environment variable MODE", MODE="max")
+    changed("the place of Python or its modules", PYTHONPATH=str(here / "parts"))
     changed("the environment variable TQDM_A", TQDM_A="1")
     changed("no recording of this command", (sys.executable, "serve.py", "5"))
     # Its bytes are as recorded, its times are not.
@@ -154,7 +156,7 @@ def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bu
 
 
 IMPURE = """
-import itertools, os, random, sys
+import io, itertools, os, random, sys
 import jax, jax.numpy as jnp, numpy as np
 LOG, COUNTS, NUMBER = [], {"traces": 0}, itertools.count()
 RANDOM = np.random.default_rng(0)
@@ -173,7 +175,19 @@ class Model:
     calls = 0
     def method(self, x): self.calls += 1; return x * self.calls
 MODEL = Model()
-NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes, MODEL.method]
+class Keys:
+    made = 0
+    def __call__(self): self.made += 1; return self.made
+KEYS, NESTED, ARRAY, TEXT = Keys(), {"a": {"n": 0}}, np.zeros(2), io.StringIO()
+def keyed(x): return x * KEYS()
+def nested(x): NESTED["a"]["n"] += 1; return x * 3
+def classed(x): Keys.made += 1; return x * 4
+def defaulted(x, seen=[]): seen.append(1); return x * len(seen)
+def in_place(x): ARRAY[0] += 1; return x * 5
+def buffered(x): TEXT.write("a"); return x * 6
+HELD = [keyed, nested, classed, defaulted, in_place, buffered]
+NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes]
+NAMES += [MODEL.method, *HELD]
 x = jnp.eye(2)
 for function in NAMES:
     print(function.__name__, np.asarray(jax.jit(function)(x)).tolist())
@@ -184,6 +198,7 @@ def lowers(x): return pl.pallas_call(kernel, jax.ShapeDtypeStruct((2, 2), x.dtyp
 print(lowers(x))  # lowering imports a module of jax that has settings
 print(jax.grad(jax.jit(jnp.sin))(0.0))
 print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.random(), MODEL.calls)
+print(KEYS.made, NESTED, Keys.made, defaulted(1), ARRAY, TEXT.getvalue())
 print(os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
 BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
 print(float(jax.jit(lambda x: x * BY[0])(1.0)))
@@ -204,6 +219,8 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     command, bundle, said = impure
     for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
         assert f"({name})" in said, name
+    for name in ("keyed", "nested", "classed", "defaulted", "in_place", "buffered"):
+        assert re.search(rf"\b{name}\b.*: its trace changes ", said), (name, said)
     assert "(lowers): its lowering changes the settings of jax" in said
     done, report = report_of(prejit_at, here, bundle, command)
     assert done.stdout == plain(here, command).stdout

@@ -13,10 +13,15 @@ import inspect
 import io
 import random
 import sys
+import threading
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from prejit.runtime.recorded.hook.plain_texts import is_of_program
 
@@ -148,6 +153,15 @@ def _marks(value: Any) -> Any:
     if inspect.isgenerator(value):
         return id(value), value.gi_frame and value.gi_frame.f_lasti
     with contextlib.suppress(Exception):  # of a class of the program
+        if isinstance(value, ContextVar):
+            return id(value), id(value.get(None))
+        if isinstance(value, threading.local):
+            return id(value), _marks(vars(value))
+        if isinstance(value, io.IOBase):
+            return id(value), value.tell()
+        if isinstance(value, (np.ndarray, array, bytearray)):
+            content = memoryview(value)
+            return id(value), content.nbytes <= _MOST_BYTES and hash(content.tobytes())
         if hasattr(value, "bit_generator"):
             return id(value), repr(value.bit_generator.state)
         if isinstance(value, (Iterator, random.Random)):
@@ -155,10 +169,13 @@ def _marks(value: Any) -> Any:
     return id(value)
 
 
+_MOST_BYTES = 1 << 20
+"""Maximum size of an array whose content is compared."""
+
+
 def _settings() -> dict[str, Any]:
     """Return what functions set in places that all code shares."""
     import jax
-    import numpy as np
 
     return {
         "a setting of jax": dict(jax.config.values),
