@@ -257,7 +257,7 @@ def compared(rng: random.Random, directory: Path, count: int) -> Counter[str]:
     """Return how many mutations were found, by kind; "missed" ones must not be there."""
     inputs = inputs_of(directory)
     inputs["modules"] += [*sys.modules]  # of this process
-    inputs["path"] = process_inputs.search_path()
+    inputs["prefix"] = sys.prefix
     last = max(each[1] for each in inputs["files"])
     variables = {name: value for name, value in inputs["environment"].items() if value is not None}
     found: Counter[str] = Counter()

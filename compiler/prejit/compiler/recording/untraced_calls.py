@@ -68,6 +68,7 @@ def read_calls(directory: Path) -> tuple[RecordedCalls, ...]:
 
 def _read(path: Path) -> RecordedCalls | None:
     command: list[str] | None = None
+    prefix = ""
     initial: dict[str, str] = {}
     modules: list[str] = []
     inputs: dict[str, list[list[Any]]] = {
@@ -75,17 +76,15 @@ def _read(path: Path) -> RecordedCalls | None:
     }
     calls: dict[str, dict[str, Any]] = {}
     failure: str | None = None
-    searched: list[str] = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
         except ValueError:  # of a process that was killed
             continue
         if "command" in line:
-            command, initial = line["command"], line["environment"]
+            command, initial, prefix = line["command"], line["environment"], line["prefix"]
         modules += line.get("modules", ())
         failure = line.get("failure", failure)
-        searched = line.get("path", searched)
         for kind, name, found in line.get("read", ()):
             if not (kind == "variables" and name.startswith(OF_PREJIT)):
                 inputs[kind].append([name, line["index"], found])
@@ -110,7 +109,7 @@ def _read(path: Path) -> RecordedCalls | None:
                 **inputs,
                 "files": files,
                 "modules": sorted(modules),
-                "path": searched,
+                "prefix": prefix,
             },
             "calls": calls,
             "recordings": 1,

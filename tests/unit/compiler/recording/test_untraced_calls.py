@@ -42,7 +42,7 @@ def test_an_input_in_which_two_recordings_differ_is_named(inputs, said):
 
 def test_calls_of_a_process_that_could_not_be_watched_are_not_confirmed(tmp_path):
     lines = [
-        {"command": ["/", "serve.py"], "environment": {}},
+        {"command": ["/", "serve.py"], "environment": {}, "prefix": "/"},
         {"called": {**CALL, "signature": "s", "index": 1, "executable": {}, "results": []}},
         {"failure": "OSError: gone"},
     ]

@@ -27,7 +27,7 @@ from prejit.runtime.recorded.hook.jax_calls import JaxCall
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import text_of
-from prejit.runtime.recorded.hook.process_inputs import InputComparison, file_digest, search_path
+from prejit.runtime.recorded.hook.process_inputs import InputComparison, file_digest
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json, tree_of
 from prejit.runtime.recorded.hook.start_clock import StartClock
 
@@ -303,7 +303,7 @@ def compared(files):
         "environment": {k: v for k, v in initial_environment().items() if is_of_library(k)},
         "files": [[a, 1, identity_of(a), file_digest(a)], [absent, 2, None, None]],
         "listings": [[listed, 1, listing_digest(listed)]],
-        **{"variables": [], "kinds": [], "modules": [*sys.modules], "path": search_path()},
+        **{"variables": [], "kinds": [], "modules": [*sys.modules], "prefix": sys.prefix},
     }
     return InputComparison(json.loads(json.dumps(inputs)), files / "receipts.json")
 
@@ -327,6 +327,12 @@ def test_a_changed_input_is_named(files, change, expected):
     comparison = compared(files)
     change(files)
     assert str(files / expected) in comparison.difference(1)
+
+
+def test_another_environment_of_python_is_named(files, monkeypatch):
+    comparison = compared(files)
+    monkeypatch.setattr(sys, "prefix", "/other")
+    assert comparison.difference(1) == "the environment of Python, /other,"
 
 
 def test_a_file_with_other_times_is_read_once_and_has_a_receipt(files, monkeypatch):

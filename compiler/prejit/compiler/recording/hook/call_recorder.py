@@ -23,7 +23,7 @@ from prejit.runtime.recorded.hook.jax_calls import (
 from prejit.runtime.recorded.hook.kept_calls import call_name
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
-from prejit.runtime.recorded.hook.process_inputs import command_of_process, search_path
+from prejit.runtime.recorded.hook.process_inputs import command_of_process
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
 
 _EXCERPT = 300
@@ -76,7 +76,8 @@ class CallRecorder:
         self._modules: set[str] = set()
         self._count = 0
         self._watch = sys.modules["prejit_process_watch"].watch
-        self._write([{"command": command_of_process(), "environment": initial_environment()}])
+        of_process = {"environment": initial_environment(), "prefix": sys.prefix}
+        self._write([{"command": command_of_process(), **of_process}])
 
     def started(self, token: object, call: JaxCall) -> None:
         """jax begins with a call."""
@@ -171,8 +172,6 @@ class CallRecorder:
         self._modules.update(modules)
         read = self._watch.taken()
         lines: list[dict[str, Any]] = [{"read": read, "index": self._count}] if read else []
-        if self._count == 1:
-            lines.append({"path": search_path()})
         return lines + ([{"modules": modules}] if modules else [])
 
 

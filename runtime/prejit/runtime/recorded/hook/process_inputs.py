@@ -32,11 +32,6 @@ def command_of_process() -> list[str]:
     return [os.getcwd(), *sys.orig_argv[1:]]
 
 
-def search_path() -> list[str]:
-    """Return where this process finds modules, at its first call."""
-    return [sys.prefix, *map(str, sys.path)]
-
-
 def calls_file(command: list[str]) -> str:
     """Return the name of the file with the calls of a process."""
     text = "\0".join(command).encode(errors="surrogatepass")
@@ -60,7 +55,7 @@ class InputComparison:
             "variables" [name, index of the first call after it was read, value then, or the names where code
             LISTED variables], "files" [path, index, identity, digest], "listings" [path, index, digest] and
             "kinds" [path, index, kind], each in the order of the index, "modules" the names of all imported
-            modules, "path" `search_path` at the first call.
+            modules, "prefix" `sys.prefix`.
         receipts: where this user keeps identities of files that are equal although theirs differ.
     """
 
@@ -77,8 +72,8 @@ class InputComparison:
     def difference(self, index: int) -> str | None:
         """Return what differs of the inputs that the call with this index came after; None: nothing does."""
         if not self._environment_is_equal:
-            if search_path() != self._inputs["path"]:
-                return "the place of Python or its modules (sys.prefix, sys.path)"
+            if sys.prefix != self._inputs["prefix"]:
+                return f"the environment of Python, {sys.prefix},"
             found = initial_environment()
             expected = self._inputs["environment"]
             for name in sorted({*expected, *filter(is_of_library, found)}):
