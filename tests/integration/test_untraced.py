@@ -155,7 +155,7 @@ def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bu
 
 
 IMPURE = """
-import io, itertools, os, random, sys
+import argparse, io, itertools, os, random, sys
 import jax, jax.numpy as jnp, numpy as np
 LOG, COUNTS, NUMBER = [], {"traces": 0}, itertools.count()
 RANDOM = np.random.default_rng(0)
@@ -184,7 +184,11 @@ def classed(x): Keys.made += 1; return x * 4
 def defaulted(x, seen=[]): seen.append(1); return x * len(seen)
 def in_place(x): ARRAY[0] += 1; return x * 5
 def buffered(x): TEXT.write("a"); return x * 6
-HELD = [keyed, nested, classed, defaulted, in_place, buffered]
+SPACE = argparse.Namespace(n=0)
+def spaced(x, space=SPACE): space.n += 1; return x * 7
+def attributed(x): attributed.n += 1; return x * 8
+attributed.n = 0
+HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed]
 NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes]
 NAMES += [MODEL.method, *HELD]
 x = jnp.eye(2)
@@ -197,7 +201,7 @@ def lowers(x): return pl.pallas_call(kernel, jax.ShapeDtypeStruct((2, 2), x.dtyp
 print(lowers(x))  # lowering imports a module of jax that has settings
 print(jax.grad(jax.jit(jnp.sin))(0.0))
 print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.random(), MODEL.calls)
-print(KEYS.made, NESTED, Keys.made, defaulted(1), ARRAY, TEXT.getvalue())
+print(KEYS.made, NESTED, Keys.made, defaulted(1), ARRAY, TEXT.getvalue(), SPACE, attributed.n)
 print(os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
 BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
 print(float(jax.jit(lambda x: x * BY[0])(1.0)))
@@ -218,7 +222,17 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     command, bundle, said = impure
     for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
         assert f"({name})" in said, name
-    for name in ("keyed", "nested", "classed", "defaulted", "in_place", "buffered"):
+    held = (
+        "keyed",
+        "nested",
+        "classed",
+        "defaulted",
+        "in_place",
+        "buffered",
+        "spaced",
+        "attributed",
+    )
+    for name in held:
         assert re.search(rf"\b{name}\b.*: its trace changes ", said), (name, said)
     assert "(lowers): its lowering changes the settings of jax" in said
     done, report = report_of(prejit_at, here, bundle, command)

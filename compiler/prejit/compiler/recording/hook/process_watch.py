@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from _thread import get_ident
-from collections.abc import Callable, ItemsView, Iterator
+from collections.abc import Callable, ItemsView
 from contextlib import suppress
 from importlib.util import source_from_cache
 from types import FrameType
@@ -56,7 +56,7 @@ class ProcessWatch:
         """Watch this process from now on."""
         sys.addaudithook(self._event)
         environ: Any = type(os.environ)
-        read, names, length = environ.__getitem__, environ.__iter__, environ.__len__
+        read, names = environ.__getitem__, environ.__iter__
         at_start = os.environ
         self._variable = lambda name: read(at_start, name) if name in {*names(at_start)} else None
         of_shell = self._facts.OF_SHELL
@@ -71,14 +71,12 @@ class ProcessWatch:
             found: str = read(variables, name)
             return found
 
-        def listed(variables: Any) -> Iterator[str]:
-            self._add("variables", self._prefix(sys._getframe().f_back) + self._facts.LISTED)
-            found: Iterator[str] = names(variables)
-            return found
+        def listing(method: Any) -> Any:
+            def listed(variables: Any) -> Any:
+                self._add("variables", self._prefix(sys._getframe().f_back) + self._facts.LISTED)
+                return method(variables)
 
-        def counted(variables: Any) -> int:
-            self._add("variables", self._prefix(sys._getframe().f_back) + self._facts.LISTED)
-            return int(length(variables))
+            return listed
 
         def copied(variables: Any) -> dict[str, str]:
             # Outside of traces copies are for processes that are started; they would count as every variable.
@@ -88,8 +86,8 @@ class ProcessWatch:
                 else {name: read(variables, name) for name in names(variables)}
             )
 
-        environ.__getitem__, environ.__iter__ = getitem, listed
-        environ.__len__, environ.copy = counted, copied
+        environ.__getitem__, environ.copy = getitem, copied
+        environ.__iter__, environ.__len__ = listing(names), listing(environ.__len__)
 
         def noted(path: Any, *more: Any, **named: Any) -> os.stat_result:
             if isinstance(path, (str, bytes)) or hasattr(path, "__fspath__"):

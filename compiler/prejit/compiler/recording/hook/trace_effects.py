@@ -78,11 +78,12 @@ class _Stream:
 def _roots(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield names and dictionaries of what a trace of a function may change."""
     seen: set[int] = set()
-    waiting = [(function, "the function", 3, True)]
+    waiting: list[tuple[Any, str, int, bool]] = []
     for name, module in [*sys.modules.items()]:
         if is_of_program(name):
             yield name, vars(module)
             waiting += [(each, f"{name}.{key}", 2, False) for key, each in _parts(vars(module))]
+    waiting.append((function, "the function", 3, True))  # first: more of what it holds counts
     while waiting:
         value, name, depth, of_function = waiting.pop()
         if depth == 0 or id(value) in seen:
@@ -99,6 +100,7 @@ def _roots(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
             waiting += [(each, name, depth, of_function) for each in parts]
         elif inspect.isfunction(value):
             name, held = f"{name} {value.__qualname__}", _held(value)
+            yield f"the attributes of {name}", vars(value)
         elif isinstance(value, dict):
             held = value
         elif isinstance(value, type):
@@ -126,8 +128,8 @@ def _parts(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _held(function: Any) -> dict[str, Any]:
-    """Return what a function holds: variables of its closure, defaults and attributes."""
-    held = dict(vars(function))
+    """Return what a function holds: variables of its closure, and defaults."""
+    held = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a function that is not defined yet
             held[name] = cell.cell_contents

@@ -1,4 +1,4 @@
-"""What the inputs of a process are: files, directories, and the environment variables that count.
+"""Read the inputs of a process: files, directories, and the environment variables that count.
 
 `sitecustomize` loads this file by its path at the start of Python, for the compiler's `process_watch`.
 """
@@ -17,7 +17,7 @@ LIBRARY_PREFIXES = (
 """Environment variables that libraries read behind Python's back."""
 LIBRARY_NAMES = ("LANG", "TZ", "HOME")
 OF_PREJIT = ("PREJIT_", "PYTHONPATH", "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
-"""What `prejit record` and `prejit run` set themselves, and differently."""
+"""The beginnings of variables that `prejit record` and `prejit run` set, to values that differ."""
 OF_SHELL = ("_", "OLDPWD", "SHLVL")
 """Variables by which a shell says where it started a process: code that reads all reads them."""
 PREFIXES = {"networkx.utils.backends": "NETWORKX_", "tqdm.utils": "TQDM_"}
