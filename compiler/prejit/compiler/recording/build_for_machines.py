@@ -155,7 +155,8 @@ def _programs(source: RecordedTarget) -> list[RecordedFile]:
 def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> RecordedTarget:
     """Return the recorded target to build for a target.
 
-    Of several that of the installed jaxlib comes first, then the one with most programs.
+    Of several that of the installed jaxlib comes first, then that of a plugin that builds have, then that of
+    the target's own kind of device, then the one with most programs.
     """
     platforms = sorted({each.requirement.platform for each in recorded})
     if wanted.platform == "tpu":
