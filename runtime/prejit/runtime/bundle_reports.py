@@ -87,7 +87,7 @@ class BundleReports(LoadedBundle):
         Both may be empty.
         """
         found = {}
-        for module in self._programs[program].loaded.hlo_modules():
+        for module in self._programs.hlo_modules(program):
             for name, text in _INSTRUCTION.findall(module.to_string()):
                 called, operation = _CALLED.search(text), _OPERATION.search(text)
                 found[name] = (called[1] if called else "", operation[1] if operation else "")

@@ -80,8 +80,7 @@ def optimized_hlo(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry)
         UsageError: it is not an executable of XLA:CPU.
     """
     with _reading(bundle, program):
-        (with_config,) = _parts(bundle, target, program, 1)
-        text: str = _jax_parts.parse_hlo(_fields(with_config, 1)[0]).to_string()
+        text: str = _jax_parts.kept_hlo(_executable(bundle, target, program)).to_string()
         return text
 
 
@@ -119,16 +118,19 @@ def _parts(
     bundle: ReadBundle, target: ReadTarget, program: ProgramEntry, number: int
 ) -> list[bytes]:
     """Return a field of an executable's CompilationResultProto; `disassembly` describes the form."""
+    # The first message has a length before it and no tag: with one, both read as fields 1.
+    _, result = _fields(b"\x0a" + _executable(bundle, target, program), 1)[:2]
+    return _fields(result, number)
+
+
+def _executable(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> bytes:
     platform = target.requirement.platform
     if platform != "cpu":
         raise UsageError(
             f"{bundle.path}: expected a target for CPUs, found {target.name} for {platform}",
             hint="--stablehlo shows the programs of every platform",
         )
-    serialized = bundle.frame(target, EXECUTABLES_MEDIA_TYPE, program.executable)
-    # The first message has a length before it and no tag: with one, both read as fields 1.
-    _, result = _fields(b"\x0a" + serialized, 1)
-    return _fields(result, number)
+    return bundle.frame(target, EXECUTABLES_MEDIA_TYPE, program.executable)
 
 
 def _fields(message: bytes, number: int) -> list[bytes]:

@@ -6,7 +6,6 @@ traced calls the recorded CPU or GPU stands, which `prejit run` gives jax in pla
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from prejit.compiler.progress import Progress, open_progress
 from prejit.compiler.recording.jax_cache_packing import (
     RecordedFile,
     RecordedTarget,
+    cache_file,
     name_at,
     packed,
     packed_file,
@@ -40,7 +40,7 @@ from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.checks.layers import unpack
-from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
+from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX, OURS_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ def build_recording(
 
 
 def _programs(source: RecordedTarget) -> list[RecordedFile]:
-    """Return the recorded programs, without the files of calls."""
-    return [each for name, each in source.programs.items() if not name.startswith(CALLS_PREFIX)]
+    """Return the recorded programs, without prejit's own files."""
+    return [each for name, each in source.programs.items() if not name.startswith(OURS_PREFIX)]
 
 
 def _fitting(path: Path, recorded: Sequence[RecordedTarget], wanted: Target) -> RecordedTarget:
@@ -297,7 +297,6 @@ def _cached(
     content = (result.milliseconds // 1000).to_bytes(4, "big") + executable
     # As the recorded program's jax has zstd, or not.
     is_zstd = recorded.content().startswith(zstandard.FRAME_HEADER)
-    content = zstandard.ZstdCompressor().compress(content) if is_zstd else zlib.compress(content)
-    made = packed_file(entry.file, content, None)
+    made = packed_file(entry.file, cache_file(content, zstd=is_zstd), None)
     conditions = {**entry.conditions, lowered.devices: lowered.accelerator}
     return replace(made, entry=replace(entry, entry=made.entry.entry, conditions=conditions))

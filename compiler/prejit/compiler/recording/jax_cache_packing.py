@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zstandard
 
+from prejit.compiler.compile.worker.lean_executable import lean
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.bundle_files import (
@@ -86,8 +87,8 @@ class RecordedTarget:
 
     @property
     def count(self) -> int:
-        """Return the number of its programs. Files of calls are none."""
-        return sum(not file.startswith(jax_texts.CALLS_PREFIX) for file in self.programs)
+        """Return the number of its programs. prejit's own files are none."""
+        return sum(not file.startswith(jax_texts.OURS_PREFIX) for file in self.programs)
 
     @property
     def name(self) -> str:
@@ -274,8 +275,9 @@ def _confirmed(before: RecordedTarget, now: RecordedTarget) -> dict[str, Recorde
 def packed(target: RecordedTarget, bundle: str) -> PackedTarget:
     """Return the config and the layer of a target. Equal targets give equal bytes."""
     content, recorded = bytearray(), []
-    for file in sorted(target.programs):
-        program = target.programs[file]
+    programs = {**target.programs, **_lean(target)}
+    for file in sorted(programs):
+        program = programs[file]
         segment = replace(program.entry.entry, offset=len(content))
         recorded.append(replace(program.entry, entry=segment))
         content += program.frame
@@ -293,6 +295,41 @@ def packed(target: RecordedTarget, bundle: str) -> PackedTarget:
     if lowered := {file: each for file, each in target.lowered.items() if file in target.programs}:
         layers.append(lowered_layer(lowered))
     return PackedTarget(config, tuple(layers))
+
+
+def _lean(target: RecordedTarget) -> dict[str, RecordedFile]:
+    """Return files with the lean executables of calls without a trace, those that the target lacks."""
+    found: dict[str, RecordedFile] = {}
+    if target.requirement.platform != "cpu":
+        return found
+    for file, calls in target.programs.items():
+        if not file.startswith(jax_texts.CALLS_PREFIX):
+            continue
+        for each in RecordedCalls.of(file, calls.content()).content["calls"].values():
+            name = f"{each['program']}{jax_texts.FILE_SUFFIX}"
+            lean_name = jax_texts.LEAN_PREFIX + name
+            if each["reason"] is None and not {lean_name} & {*target.programs, *found}:
+                content = lean_cache_file(target.programs[name].content())
+                if content is not None:
+                    found[lean_name] = packed_file(lean_name, content, None)
+    return found
+
+
+def lean_cache_file(content: bytes) -> bytes | None:
+    """Return a file of jax's cache with a lean executable; None: the form of this one is not known.
+
+    It has the seconds of the compile in four bytes, then the executable, and is compressed as it was.
+    """
+    is_zstd = content.startswith(zstandard.FRAME_HEADER)
+    plain = zstandard.ZstdDecompressor().decompressobj() if is_zstd else zlib.decompressobj()
+    entry = plain.decompress(content)
+    executable = lean(entry[4:])
+    return None if executable is None else cache_file(entry[:4] + executable, zstd=is_zstd)
+
+
+def cache_file(content: bytes, *, zstd: bool) -> bytes:
+    """Return a file of jax's cache: zstd, where jax found it, or zlib."""
+    return zstandard.ZstdCompressor().compress(content) if zstd else zlib.compress(content)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,11 @@ def spec_for(target: Target, host_jax: str) -> EnvironmentSpec | None:
     # Without NVIDIA's libraries, which are several GB: only a program that runs needs them.
     plugin = ("jax-cuda13-plugin", "jax-cuda13-pjrt") if target.platform == "cuda" else ()
     pinned = tuple(f"{name}=={jax}" for name in (package, "jaxlib", *plugin))
-    ours = (*_WORKER_PACKAGES, "iced-x86>=1.21") if target.platform == "cpu" else _WORKER_PACKAGES
+    ours = (
+        (*_WORKER_PACKAGES, "iced-x86>=1.21", "protobuf>=6")
+        if target.platform == "cpu"
+        else _WORKER_PACKAGES
+    )
     return EnvironmentSpec(target.name, jax, (*pinned, *ours), target.constraints)
 
 

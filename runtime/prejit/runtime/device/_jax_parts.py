@@ -318,6 +318,14 @@ def parse_hlo(serialized: bytes) -> Any:
     return _hlo.HloModule.from_serialized_hlo_module_proto(serialized)
 
 
+def kept_hlo(serialized: bytes) -> Any:
+    """Return XLA's module that a build kept behind an executable (`lean_executable`); None: there is none."""
+    end = len(serialized) - 10  # the last field: a tag, and the size of the one before
+    if serialized[end : end + 2] != b"\xc9\x3e":
+        return None
+    return parse_hlo(serialized[end - int.from_bytes(serialized[end + 2 :], "little") : end])
+
+
 def hlo_cost(module: Any) -> dict[str, float]:
     """Return what XLA's cost analysis counts in an MLIR module: `flops`, `bytes accessed` and others."""
     core = import_jaxlib()[1]

@@ -304,6 +304,17 @@ class Programs:
             text = shardings.get(tensor, "")
             yield tensor, value, parse_sharding(text, value.ndim) if text else ()
 
+    def hlo_modules(self, name: str) -> list[Any]:
+        """Return XLA's modules of a program as it was compiled."""
+        loaded = self[name].loaded
+        if self._executables is not None and self._reports[name].source == "loaded":
+            from prejit.runtime.device._jax_parts import kept_hlo
+
+            kept = kept_hlo(self._executables.unpack(self.table[name].executable))
+            if kept is not None:
+                return [kept]
+        return list(loaded.hlo_modules())
+
     @property
     def are_loaded(self) -> bool:
         """True if programs come out of the bundle; if not, they are compiled here."""

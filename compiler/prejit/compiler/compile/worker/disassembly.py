@@ -113,7 +113,7 @@ def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
         BuildError: the bytes are not such an executable.
     """
     try:
-        header, program = _parts(serialized)
+        header, program = split_executable(serialized)
         declared = ",".join(f"+{name}" for name in features).encode()
         return header + edit_protobuf(program, (1, 9), {3: declared})
     except ValueError as error:
@@ -129,13 +129,13 @@ def in_order(serialized: bytes) -> bytes:
         BuildError: the bytes are not such an executable.
     """
     try:
-        header, program = _parts(serialized)
+        header, program = split_executable(serialized)
         return header + sort_protobuf(program, (1,), 8)
     except ValueError as error:
         raise _not_an_executable(serialized) from error
 
 
-def _parts(serialized: bytes) -> tuple[bytes, bytes]:
+def split_executable(serialized: bytes) -> tuple[bytes, bytes]:
     """Return the first message with its length before it, and the second."""
     _, header = next(protobuf_fields(b"\x0a" + serialized))
     assert isinstance(header, bytes)

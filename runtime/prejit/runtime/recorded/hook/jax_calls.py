@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, PART_FRAME, devices_text
+from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, LEAN_PREFIX, PART_FRAME, devices_text
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text, value_text
 from prejit.runtime.recorded.hook.kept_shardings import (
     NotKeptError,
@@ -283,7 +283,8 @@ def load_executable(described: Json, key: str) -> Any:
     devices = {device.id: device for device in jax.devices(described["platform"])}
     chosen = xla_client.DeviceList(tuple(devices[id_] for id_ in described["devices"]))
     client = chosen[0].client
-    content = compilation_cache._get_cache(client).get(key)
+    cache = compilation_cache._get_cache(client)
+    content = cache.get(LEAN_PREFIX + key) or cache.get(key)
     content = compilation_cache.decompress_executable(content)
     serialized, _ = compilation_cache.extract_executable_and_time(content)
     if b"lapack_" in serialized:  # jax loads SciPy's LAPACK when it lowers a call of it

@@ -46,8 +46,11 @@ CALL_LOCALS = ("fun", "jit_info", "args", "kwargs")
 
 FILE_SUFFIX = "-cache"
 """What a file of the cache has behind its key."""
-CALLS_PREFIX = "prejit_calls-"
-"""The beginning of the names of prejit's files of calls, which lie among those of the cache."""
+OURS_PREFIX = "prejit_"
+"""The beginning of the names of prejit's own files, which lie among those of the cache."""
+CALLS_PREFIX = OURS_PREFIX + "calls-"
+LEAN_PREFIX = OURS_PREFIX + "lean-"
+"""Before the key of a program that calls without a trace run: its executable, without what no load needs."""
 
 COMPUTATION = "computation"
 JAXLIB = "jax_lib version"
