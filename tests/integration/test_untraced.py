@@ -170,6 +170,7 @@ def tells(x): print("traced"); return x
 def setting(x): jax.config.update("jax_default_matmul_precision", "float32"); return x @ x
 def environment(x): os.environ["SEEN"] = "1"; return x - 1
 def writes(x): open("written.txt", "w").close(); return x - 2
+def counts(x): return x * (os.cpu_count() > 0)
 class Model:
     calls = 0
     def method(self, x): self.calls += 1; return x * self.calls
@@ -189,7 +190,7 @@ def spaced(x, space=SPACE): space.n += 1; return x * 7
 def attributed(x): attributed.n += 1; return x * 8
 attributed.n = 0
 HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed]
-NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes]
+NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes, counts]
 NAMES += [MODEL.method, *HELD]
 x = jnp.eye(2)
 for function in NAMES:
@@ -234,6 +235,7 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     )
     for name in held:
         assert re.search(rf"\b{name}\b.*: its trace changes ", said), (name, said)
+    assert "(counts): its trace does os.cpu_count" in said
     assert "(lowers): its lowering changes the settings of jax" in said
     done, report = report_of(prejit_at, here, bundle, command)
     assert done.stdout == plain(here, command).stdout

@@ -62,7 +62,7 @@ _BESIDE = {
     ),
     "BundleDecodes": ("decoder", "defaults", "generator", "stream"),
     "BundleReports": (
-        *("check_answers", "check_finite", "device_memory_bytes", "kernel_names", "report"),
+        *("check_answers", "check_finite", "device_memory_bytes", "hlo_modules", "report"),
         *("start_report", "timed_runner", "watch_runs", "wrong_answers"),
     ),
     "BundleEncodes": (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
 from prejit.runtime.loaded_bundle import LoadedBundle
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.quarantine import CheckedAnswer
     from prejit.runtime.programs.watched_runs import Wrap
     from prejit.runtime.start_report import StartReport
-
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([^\s%]+) = (.*)$", re.M)
-_CALLED = re.compile(r'custom_call_target="([^"]*)"')
-_OPERATION = re.compile(r'op_name="([^"]*)"')
 
 
 class BundleReports(LoadedBundle):
@@ -81,17 +76,9 @@ class BundleReports(LoadedBundle):
 
         check_finite(self._programs, report)
 
-    def kernel_names(self, program: str) -> dict[str, tuple[str, str]]:
-        """Return for each instruction of a program the native code that it calls, and jax's name of it.
-
-        Both may be empty.
-        """
-        found = {}
-        for module in self._programs.hlo_modules(program):
-            for name, text in _INSTRUCTION.findall(module.to_string()):
-                called, operation = _CALLED.search(text), _OPERATION.search(text)
-                found[name] = (called[1] if called else "", operation[1] if operation else "")
-        return found
+    def hlo_modules(self, program: str) -> list[Any]:
+        """Return XLA's modules of a program as it was compiled."""
+        return self._programs.hlo_modules(program)
 
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""

@@ -68,7 +68,7 @@ def test_a_closed_bundle_says_that_it_is_closed(decoder_dir):
         "render_chat_template",
     }
     others |= {"runner_with_zeros", "check_finite", "timed_runner", "watch_runs", "finish"}
-    others |= {"kernel_names"}
+    others |= {"hlo_modules"}
     assert {name for name in dir(Bundle) if not name.startswith("_")} == {
         *METHODS
     } | PROPERTIES | others

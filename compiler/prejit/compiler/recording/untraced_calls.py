@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.runtime.recorded.hook.input_facts import OF_PREJIT, identity_of, is_of_library
-from prejit.runtime.recorded.hook.process_inputs import calls_file, file_digest
+from prejit.runtime.recorded.hook.process_inputs import INPUT_KINDS, calls_file, file_digest
 
 UNCONFIRMED = (
     "one recording has it: record once more, and what both agree on starts without a trace"
@@ -70,10 +70,8 @@ def _read(path: Path) -> RecordedCalls | None:
     command: list[str] | None = None
     prefix = ""
     initial: dict[str, str] = {}
-    modules: list[str] = []
-    inputs: dict[str, list[list[Any]]] = {
-        name: [] for name in ("variables", "files", "listings", "kinds")
-    }
+    modules: dict[str, str | None] = {}
+    inputs: dict[str, list[list[Any]]] = {name: [] for name in INPUT_KINDS}
     calls: dict[str, dict[str, Any]] = {}
     failure: str | None = None
     for text in path.read_text(encoding="utf-8").splitlines():
@@ -83,7 +81,7 @@ def _read(path: Path) -> RecordedCalls | None:
             continue
         if "command" in line:
             command, initial, prefix = line["command"], line["environment"], line["prefix"]
-        modules += line.get("modules", ())
+        modules |= line.get("modules", {})
         failure = line.get("failure", failure)
         for kind, name, found in line.get("read", ()):
             if not (kind == "variables" and name.startswith(OF_PREJIT)):
@@ -108,7 +106,7 @@ def _read(path: Path) -> RecordedCalls | None:
                 "environment": {name: initial.get(name) for name in sorted(names)},
                 **inputs,
                 "files": files,
-                "modules": sorted(modules),
+                "modules": modules,
                 "prefix": prefix,
             },
             "calls": calls,
@@ -167,6 +165,9 @@ def confirmed(before: RecordedCalls | None, now: RecordedCalls) -> RecordedCalls
 def _difference(before: RecordedCalls, now: RecordedCalls) -> str | None:
     """Return an input in which two recordings differ; None: in none that decides."""
     earlier, later = _inputs(before), _inputs(now)
+    modules = [each.content["inputs"]["modules"] for each in (before, now)]
+    for inputs, files in zip((earlier, later), modules, strict=True):
+        inputs["module"] = {name: files[name] for name in modules[0].keys() & modules[1].keys()}
     for kind in later:
         for name in sorted(earlier[kind].keys() | later[kind].keys()):
             if name not in earlier[kind] or name not in later[kind]:
@@ -185,4 +186,5 @@ def _inputs(calls: RecordedCalls) -> dict[str, dict[str, Any]]:
         "file": {path: digest for path, _, _, digest in found["files"]},
         "directory": {path: digest for path, _, digest in found["listings"]},
         "path": {path: kind for path, _, kind in found["kinds"]},
+        "link": {path: target for path, _, target in found["links"]},
     }

@@ -7,6 +7,7 @@ computed from them here: a server has no time for it. `profile_time_line` reads 
 from __future__ import annotations
 
 import io
+import re
 import time
 import zipfile
 from collections.abc import Callable, Iterable
@@ -29,6 +30,10 @@ XPLANE, SPANS = "xplane.pb", "spans.json"
 MAX_SECONDS = 60.0
 """The longest recording. XLA keeps its events in memory: some 10 MB for a thousand tokens."""
 
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([^\s%]+) = (.*)$", re.M)
+_CALLED = re.compile(r'custom_call_target="([^"]*)"')
+_OPERATION = re.compile(r'op_name="([^"]*)"')
 
 Step = tuple[str, str, int, int, int]
 """Name of the model, kind of the step, its start and end in nanoseconds, its rows."""
@@ -124,7 +129,8 @@ class _Watched:
         with suppress(ClosedError):
             for program in {run for run, _ in self.runs}:
                 name = program.removeprefix(f"{self._model}: ")
-                found[program] = self._bundle.kernel_names(name)
+                texts = [each.to_string() for each in self._bundle.hlo_modules(name)]
+                found[program] = _kernel_names("\n".join(texts))
         return found
 
     def _observe(self, seen: Observed) -> None:
@@ -164,3 +170,12 @@ def read_recording(content: bytes) -> tuple[bytes, Spans]:
             return archive.read(XPLANE), msgspec.json.decode(archive.read(SPANS), type=Spans)
     except (zipfile.BadZipFile, KeyError, msgspec.MsgspecError) as error:
         raise ValueError(str(error)) from error
+
+
+def _kernel_names(hlo: str) -> dict[str, tuple[str, str]]:
+    """Return for each instruction the native code that it calls, and jax's name of it. Both may be empty."""
+    found = {}
+    for name, text in _INSTRUCTION.findall(hlo):
+        called, operation = _CALLED.search(text), _OPERATION.search(text)
+        found[name] = (called[1] if called else "", operation[1] if operation else "")
+    return found

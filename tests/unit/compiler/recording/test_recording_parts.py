@@ -161,25 +161,30 @@ def test_recordings_are_merged_and_read_back(tmp_path):
         read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
 
 
+def watched(tmp_path, code, paths=("/etc/passwd",), **env):
+    """Return by the name of its module what a code reads of variables and these paths, and its effects."""
+    (tmp_path / "watched.py").write_text(
+        "import importlib.util, json, os, sys\n"
+        "def load(path):\n"
+        "    spec = importlib.util.spec_from_file_location('part', path)\n"
+        "    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))\n"
+        "    return module\n"
+        f"watch = load({process_watch.__file__!r})\n"
+        f"watch.start([], load({input_facts.__file__!r}))\n"
+        f"exec({code!r}, {{'os': os, 'watch': watch.watch, '__name__': sys.argv[1]}})\n"
+        "read = {n: v for k, n, v in watch.watch.taken() if k == 'variables' or n in sys.argv}\n"
+        "print(json.dumps([read, watch.watch.effects]))\n"
+    )
+    found = {}
+    for name in ("own", "tqdm.utils"):
+        command = (sys.executable, "-I", tmp_path / "watched.py", name, *paths)
+        found[name] = json.loads(subprocess.check_output(command, env=env))
+    return found
+
+
 def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp_path):
     def read(code, **env):
-        (tmp_path / "watched.py").write_text(
-            "import importlib.util, json, os, sys\n"
-            "def load(path):\n"
-            "    spec = importlib.util.spec_from_file_location('part', path)\n"
-            "    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))\n"
-            "    return module\n"
-            f"watch = load({process_watch.__file__!r})\n"
-            f"watch.start([], load({input_facts.__file__!r}))\n"
-            f"exec({code!r}, {{'os': os, 'watch': watch.watch, '__name__': sys.argv[1]}})\n"
-            "read = {n: v for k, n, v in watch.watch.taken() if k == 'variables' or n == '/etc/passwd'}\n"
-            "print(json.dumps(read))\n"
-        )
-        found = {}
-        for name in ("own", "tqdm.utils"):
-            command = (sys.executable, "-I", tmp_path / "watched.py", name)
-            found[name] = json.loads(subprocess.check_output(command, env=env))
-        return found
+        return {name: found[0] for name, found in watched(tmp_path, code, **env).items()}
 
     env = {"A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8", "_": "x"}
     listed = {"=": ["A", "TQDM_B"], "A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8"}
@@ -204,3 +209,34 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
     assert read("os.getenvb(b'A')", **env)["own"] == {"A": "1"}
     assert read("import subprocess; subprocess.run(['true'])", **env)["own"] == {"PATH": None}
     assert read("os.environ['A']; os.environ.copy()", **env)["tqdm.utils"] == {"A": "1"}
+
+
+def test_what_code_asks_of_paths_without_an_event_is_noted(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").touch()
+    (tmp_path / "now").symlink_to("real")
+    now, file = str(tmp_path / "now"), str(tmp_path / "real" / "file")
+    code = (
+        f"os.path.realpath({now!r}), os.access({file + 'x'!r}, os.R_OK)\n"
+        f"directory = os.open({str(tmp_path / 'real')!r}, os.O_RDONLY)\n"
+        "os.close(os.open('file', os.O_RDONLY, dir_fd=directory))\n"
+        "assert os.stat in os.supports_dir_fd and os.stat(0)\n"
+    )
+    read, effects = watched(tmp_path, code, (now, file, file + "x"))["own"]
+    assert read == {now: "real", file + "x": 0, file: input_facts.identity_of(file)}
+    assert effects is None
+
+
+def test_what_a_trace_asks_of_the_process_is_an_effect(tmp_path):
+    code = (
+        "os.cpu_count(), os.write(2, b'')\n"
+        "watch.effects = []\n"
+        "os.cpu_count(), os.sched_getaffinity(0), os.write(2, b'')\n"
+        "try: import no_such_module\n"
+        "except ImportError: import colorsys\n"
+    )
+    read, effects = watched(tmp_path, code, ("no_such_module", "colorsys"))["own"]
+    assert (read, effects) == (
+        {"no_such_module": None},
+        ["os.cpu_count", "os.sched_getaffinity", "os.write"],
+    )

@@ -17,6 +17,9 @@ INPUTS = {
     "files": [["/data", 1, [5], "digest"]],
     "listings": [["/parts", 1, "names"]],
     "kinds": [["/out", 1, 0]],
+    "links": [["/now", 1, "v1"]],
+    "absent": [["torch", 1, None]],
+    "modules": {"zlib": "/zlib.so"},
 }
 
 

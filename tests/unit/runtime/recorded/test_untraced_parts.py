@@ -18,6 +18,7 @@ from hypothesis import given, strategies
 
 from prejit.runtime.recorded.hook import process_inputs
 from prejit.runtime.recorded.hook.input_facts import (
+    file_of,
     identity_of,
     initial_environment,
     is_of_library,
@@ -293,6 +294,7 @@ def test_a_hostile_tree_calls_nothing():
 def files(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "listed").mkdir()
+    (tmp_path / "link").symlink_to("listed")
     return tmp_path
 
 
@@ -303,7 +305,10 @@ def compared(files):
         "environment": {k: v for k, v in initial_environment().items() if is_of_library(k)},
         "files": [[a, 1, identity_of(a), file_digest(a)], [absent, 2, None, None]],
         "listings": [[listed, 1, listing_digest(listed)]],
-        **{"variables": [], "kinds": [], "modules": [*sys.modules], "prefix": sys.prefix},
+        "links": [[str(files / "link"), 1, "listed"]],
+        "absent": [["no_such_module", 1, None], ["no_such_parent.module", 1, None]],
+        "modules": {name: file_of(module) for name, module in sys.modules.items()},
+        **{"variables": [], "kinds": [], "prefix": sys.prefix},
     }
     return InputComparison(json.loads(json.dumps(inputs)), files / "receipts.json")
 
@@ -327,6 +332,22 @@ def test_a_changed_input_is_named(files, change, expected):
     comparison = compared(files)
     change(files)
     assert str(files / expected) in comparison.difference(1)
+
+
+def test_a_link_that_leads_elsewhere_and_a_module_that_is_there_now_are_named(files, monkeypatch):
+    comparison, again = compared(files), compared(files)
+    (files / "no_such_module.py").touch()
+    monkeypatch.syspath_prepend(files)
+    assert comparison.difference(1) == "the module no_such_module, which was not there,"
+    (files / "link").unlink()
+    assert again.difference(1) == f"where the link {files / 'link'} leads"
+
+
+def test_a_module_of_another_file_is_named(files, monkeypatch):
+    comparison = compared(files)
+    monkeypatch.setattr(json, "__file__", "/other/json.py")
+    monkeypatch.setitem(sys.modules, "prejit_new", json)  # the number of modules has changed
+    assert comparison.difference(1) == "the imported module json, from /other/json.py,"
 
 
 def test_another_environment_of_python_is_named(files, monkeypatch):

@@ -12,7 +12,7 @@ from prejit.compiler.recording.hook.callback_lines import CallbackLines
 from prejit.compiler.recording.hook.described_executable import executable_json
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
 from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
-from prejit.runtime.recorded.hook.input_facts import initial_environment
+from prejit.runtime.recorded.hook.input_facts import file_of, initial_environment
 from prejit.runtime.recorded.hook.jax_calls import (
     CompiledCall,
     JaxCall,
@@ -168,7 +168,11 @@ class CallRecorder:
 
     def _inputs(self) -> list[dict[str, Any]]:
         """Return lines of what the process has read since the call before."""
-        modules = [name for name in [*sys.modules] if name not in self._modules]
+        modules = {
+            name: file_of(module)
+            for name, module in [*sys.modules.items()]
+            if name not in self._modules
+        }
         self._modules.update(modules)
         read = self._watch.taken()
         lines: list[dict[str, Any]] = [{"read": read, "index": self._count}] if read else []

@@ -6,6 +6,7 @@ report each file that Python opens. A file that a native library opens is not re
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -16,11 +17,17 @@ from importlib.util import source_from_cache
 from types import FrameType
 from typing import Any
 
-_stat = os.stat
 _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
 _IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
 """The code that lists the directories of modules and of installed packages. What it imports is compared."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_ASKS = {
+    **{"stat": "kinds", "access": "kinds", "lstat": "links", "readlink": "links"},
+    "open": "files",
+}
+"""Functions of `os` by what their answers depend on."""
+_OF_PROCESS = ("cpu_count", "process_cpu_count", "sched_getaffinity", "getloadavg", "write")
+"""Functions of `os` without audit events that a trace must not call: no run compares what they tell or do."""
 _BYTECODE = re.compile(r"\.pyc(\.\d+)?$")
 """The end of the names of compiled modules, and of those that Python has not finished."""
 _ITEMS = ItemsView.__iter__.__code__
@@ -41,6 +48,7 @@ class ProcessWatch:
             "files": facts.identity_of,
             "listings": facts.listing_digest,
             "kinds": facts.kind_of,
+            "links": facts.link_of,
         }
         self._written: set[str] = set()
         self._seen: set[tuple[str, str]] = set()
@@ -89,13 +97,31 @@ class ProcessWatch:
         environ.__getitem__, environ.copy = getitem, copied
         environ.__iter__, environ.__len__ = listing(names), listing(environ.__len__)
 
-        def noted(path: Any, *more: Any, **named: Any) -> os.stat_result:
-            if isinstance(path, (str, bytes)) or hasattr(path, "__fspath__"):
-                self._path("kinds", os.fsdecode(path))
-            return _stat(path, *more, **named)
+        for name, kind in _ASKS.items():
+            _patch(name, functools.partial(self._asked, kind))
+        for name in filter(functools.partial(hasattr, os), _OF_PROCESS):
+            _patch(name, functools.partial(self._called, f"os.{name}"))
 
-        patched: Any = os
-        patched.stat = noted
+    def _asked(self, kind: str, path: Any, flags: int = 0, *_: Any, **named: Any) -> None:
+        """Note what code asks of a path without an audit event, or of one that is relative to a directory."""
+        thread, directory = get_ident(), named.get("dir_fd")
+        if thread in self._busy or not (
+            isinstance(path, (str, bytes)) or hasattr(path, "__fspath__")
+        ):
+            return
+        path = os.fsdecode(path)
+        if directory is not None:
+            path = os.path.join(self._facts.link_of(f"/proc/self/fd/{directory}") or "", path)
+        if kind != "files":
+            self._path(kind, path)
+        elif directory is not None:
+            self._busy.add(thread)
+            self._opened(path, None, flags)
+            self._busy.discard(thread)
+
+    def _called(self, name: str, *_: Any, **named: Any) -> None:
+        if self.effects is not None:
+            self.effects.append(name)
 
     def _prefix(self, frame: FrameType | None) -> str:
         """Return the prefix of the variables that count for code that lists all."""
@@ -110,7 +136,9 @@ class ProcessWatch:
         """Return what is new since the last call of this: a kind, a name, and what tells of a change."""
         found = [*self._new]  # no lock, which a fork would inherit: threads only append meanwhile
         del self._new[: len(found)]
-        for entry in found:
+        for entry in [*found]:
+            if entry[0] == "absent" and entry[1] in sys.modules:
+                found.remove(entry)
             if entry[0] == "variables":
                 name: str = entry[1]
                 is_listed = name.endswith(self._facts.LISTED)
@@ -147,6 +175,8 @@ class ProcessWatch:
             path = arguments[1 if event == "import" else 0]
             if isinstance(path, str) and os.path.sep in path:
                 self._path("files", path)
+            elif event == "import" and self.effects is not None:
+                self._add("absent", arguments[0])
         elif event == "sqlite3.connect":
             path = os.fsdecode(arguments[0])
             if path != ":memory:":
@@ -189,6 +219,21 @@ class ProcessWatch:
             self._add(kind, path)
 
 
+def _patch(name: str, note: Callable[..., None]) -> None:
+    """Call `note` with the arguments of each call of a function of `os`."""
+    plain = getattr(os, name)
+
+    @functools.wraps(plain)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        note(*arguments, **named)
+        return plain(*arguments, **named)
+
+    setattr(os, name, noted)
+    for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+        if plain in supporting:
+            supporting.add(noted)
+
+
 def _truncates(mode: str | None, flags: int | None) -> bool:
     """Return whether a file that is opened for writing loses its content."""
     return any(each in mode for each in "wx") if mode else bool(flags and flags & os.O_TRUNC)
@@ -215,6 +260,7 @@ _EFFECTS = frozenset(
             "os.unsetenv",
         ),
         *("os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.sendto"),
+        "socket.gethostname",
         *("os.link", "os.symlink", "os.truncate", "shutil.rmtree"),
     }
 )

@@ -26,8 +26,8 @@ LISTED = "="
 """The end of a name that stands for all that begin with what is before it: code has listed them. No variable
 has it in its name."""
 
-_stat = os.stat
-"""As it was when this was loaded: a recording replaces it, to see the program's calls."""
+_stat, _readlink = os.stat, os.readlink
+"""As they were when this was loaded: a recording replaces them, to see the program's calls."""
 
 
 def identity_of(path: str) -> list[int] | None:
@@ -47,6 +47,14 @@ def kind_of(path: str) -> int:
         return 0
 
 
+def link_of(path: str) -> str | None:
+    """Return what a symbolic link says; None: it is none."""
+    try:
+        return _readlink(path)
+    except (OSError, ValueError):
+        return None
+
+
 def listing_digest(path: str) -> str | None:
     """Return a digest of the names in a directory; None: it cannot be listed."""
     try:
@@ -56,6 +64,15 @@ def listing_digest(path: str) -> str | None:
     return hashlib.blake2b(
         "\0".join(names).encode(errors="surrogatepass"), digest_size=16
     ).hexdigest()
+
+
+def file_of(module: object) -> str | None:
+    """Return the file of a module; None: it has none. Modules that load when they are used stay asleep."""
+    try:
+        found = object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, str) else None
 
 
 def is_of_library(name: str) -> bool:

@@ -12,19 +12,25 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from prejit.runtime.recorded.hook.input_facts import (
     LISTED,
     counted_names,
+    file_of,
     identity_of,
     initial_environment,
     is_of_library,
     kind_of,
+    link_of,
     listing_digest,
 )
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
+
+INPUT_KINDS = ("variables", "files", "listings", "kinds", "links", "absent")
+"""The kinds of inputs that are noted in the order in which they are read."""
 
 
 def command_of_process() -> list[str]:
@@ -53,18 +59,19 @@ class InputComparison:
     Args:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
             "variables" [name, index of the first call after it was read, value then, or the names where code
-            LISTED variables], "files" [path, index, identity, digest], "listings" [path, index, digest] and
-            "kinds" [path, index, kind], each in the order of the index, "modules" the names of all imported
-            modules, "prefix" `sys.prefix`.
+            LISTED variables], "files" [path, index, identity, digest], "listings" [path, index, digest],
+            "kinds" [path, index, kind], "links" [path, index, where it leads] and "absent" [name of a module,
+            index, None], each in the order of the index, "modules" the files of all imported modules by name,
+            "prefix" `sys.prefix`.
         receipts: where this user keeps identities of files that are equal although theirs differ.
     """
 
     def __init__(self, inputs: Mapping[str, Any], receipts: Path) -> None:
         self._inputs = inputs
         self._receipts = receipts
-        self._compared = dict.fromkeys(("variables", "files", "listings", "kinds"), 0)
+        self._compared = dict.fromkeys(INPUT_KINDS, 0)
         self._environment_is_equal = False
-        self._modules: set[str] = set(inputs["modules"])
+        self._modules: dict[str, str | None] = inputs["modules"]
         self._module_count = 0
         self._known: dict[str, list[int]] | None = None
         self._is_new = False
@@ -81,9 +88,13 @@ class InputComparison:
                     return f"the environment variable {name}"
             self._environment_is_equal = True
         if len(sys.modules) != self._module_count:
-            for name in [*sys.modules]:
-                if name not in self._modules and not name.startswith("prejit"):
+            for name, module in [*sys.modules.items()]:
+                if name.startswith("prejit"):
+                    continue
+                if name not in self._modules:
                     return f"the imported module {name}, which was not recorded,"
+                if file_of(module) != self._modules[name]:
+                    return f"the imported module {name}, from {file_of(module)},"
             self._module_count = len(sys.modules)
         for name, value in self._until("variables", index):
             if name.endswith(LISTED):
@@ -100,6 +111,13 @@ class InputComparison:
         for path, kind in self._until("kinds", index):
             if kind_of(path) != kind:
                 return f"whether {path} is a file or a directory"
+        for path, target in self._until("links", index):
+            if link_of(path) != target:
+                return f"where the link {path} leads"
+        for name, _ in self._until("absent", index):
+            with contextlib.suppress(ModuleNotFoundError):  # of a parent
+                if find_spec(name) is not None:
+                    return f"the module {name}, which was not there,"
         return None
 
     def _until(self, kind: str, index: int) -> list[list[Any]]:

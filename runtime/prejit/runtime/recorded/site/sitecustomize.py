@@ -104,6 +104,8 @@ def _time_imports() -> None:
             spent.seconds += perf_counter() - spent.began
             spent.began = None
 
+    # Warnings that say "of whoever imports this" and tracebacks leave out frames of this name.
+    timed.__code__ = timed.__code__.replace(co_filename="<frozen importlib._bootstrap>")
     spent: Any = timed
     spent.seconds, spent.began = 0.0, None
     builtins.__import__ = timed
