@@ -99,8 +99,8 @@ HOUSES = {
         "compiler",
         frozenset(
             {
-                *("prejit", "flax", "huggingface_hub", "orbax", "pydantic", "rich", "safetensors"),
-                "transformers",
+                *("prejit", "flax", "google", "huggingface_hub", "orbax", "pydantic", "rich"),
+                *("safetensors", "transformers"),
             }
         ),
     ),
@@ -111,7 +111,7 @@ HOMES = {name: package for package, house in HOUSES.items() for name in house.co
 """The package of each command."""
 FILES = {
     **dict.fromkeys(("push", "pull", "copy", "ls", "tag", "rm", "store"), "ship_commands"),
-    **dict.fromkeys(("fingerprint", "tune"), "machine_commands"),
+    **dict.fromkeys(("explain", "fingerprint", "tune"), "machine_commands"),
     **dict.fromkeys(("plan", "build", "rebuild"), "build_commands"),
     **dict.fromkeys(("check-model", "targets", "suggest", "schema"), "manifest_commands"),
     **dict.fromkeys(("bench", "fleet", "diff"), "bundle_commands"),

@@ -297,7 +297,7 @@ class Programs:
     def _weight_set(self, name: str | None) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """Yield name, values and sharding of the tensors of a weight set; nothing for None."""
         if shardings := self.config.weight_shardings or {}:
-            from prejit.runtime.format.mesh_splits import parse_sharding
+            from prejit.runtime.format.arrays import parse_sharding
         for tensor in () if name is None else self.config.weight_sets[name]:
             assert self._weights is not None
             value = self._weights.values[tensor]
