@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 from prejit.compiler.comparing.difference import ReadBundle, ReadTarget
 from prejit.compiler.compile.stablehlo_contents import as_text
-from prejit.compiler.compile.worker.protobuf import protobuf_fields
+from prejit.compiler.compile.worker.xla_messages import message_bytes, read_executable
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import _jax_parts
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
@@ -80,8 +80,12 @@ def optimized_hlo(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry)
         UsageError: it is not an executable of XLA:CPU.
     """
     with _reading(bundle, program):
-        text: str = _jax_parts.kept_hlo(_executable(bundle, target, program)).to_string()
-        return text
+        serialized = _serialized(bundle, target, program)
+        module = _jax_parts.kept_hlo(serialized)
+        if module is None:  # a build before decision 0138
+            whole = read_executable(serialized)[1].result.hlo.module
+            module = _jax_parts.parse_hlo(message_bytes(whole))
+        return str(module.to_string())
 
 
 def assembly(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> str:
@@ -97,8 +101,8 @@ def assembly(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> s
             hint="--hlo and --stablehlo show the programs of every architecture",
         )
     with _reading(bundle, program):
-        objects = [_fields(each, 1)[0] for each in _parts(bundle, target, program, 8)]
-        return "\n".join(line for each in objects for line in _disassembled(each))
+        objects = read_executable(_serialized(bundle, target, program))[1].result.objects
+        return "\n".join(line for each in objects for line in _disassembled(each.content))
 
 
 @contextmanager
@@ -106,7 +110,7 @@ def _reading(bundle: ReadBundle, program: ProgramEntry) -> Iterator[None]:
     """Turn the errors of bytes that have another form than an executable's into one that names it."""
     try:
         yield
-    except (ValueError, IndexError, struct.error) as error:
+    except (BuildError, ValueError, IndexError, struct.error) as error:
         raise UsageError(
             f"{bundle.path}: {program.name}: expected an executable of XLA:CPU as jaxlib 0.10 to 0.12 "
             f"serialize it, found another form: {error}",
@@ -114,16 +118,7 @@ def _reading(bundle: ReadBundle, program: ProgramEntry) -> Iterator[None]:
         ) from error
 
 
-def _parts(
-    bundle: ReadBundle, target: ReadTarget, program: ProgramEntry, number: int
-) -> list[bytes]:
-    """Return a field of an executable's CompilationResultProto; `disassembly` describes the form."""
-    # The first message has a length before it and no tag: with one, both read as fields 1.
-    _, result = _fields(b"\x0a" + _executable(bundle, target, program), 1)[:2]
-    return _fields(result, number)
-
-
-def _executable(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> bytes:
+def _serialized(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> bytes:
     platform = target.requirement.platform
     if platform != "cpu":
         raise UsageError(
@@ -131,14 +126,6 @@ def _executable(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -
             hint="--stablehlo shows the programs of every platform",
         )
     return bundle.frame(target, EXECUTABLES_MEDIA_TYPE, program.executable)
-
-
-def _fields(message: bytes, number: int) -> list[bytes]:
-    return [
-        value
-        for found, value in protobuf_fields(message)
-        if found == number and isinstance(value, bytes)
-    ]
 
 
 def _disassembled(content: bytes) -> Iterator[str]:

@@ -2,25 +2,19 @@
 
 LLVM may use a list of extensions, and uses some of them. On jaxlib 0.10 the list has nearly all extensions of
 the build host, so it does not show where the code runs.
-
-A serialized executable of jaxlib 0.10 to 0.12 is two protobuf messages, the first with its length before it.
-These fields are read:
-
-    SerializedXlaExecutableMetadata       IFRT's: shardings, layouts
-    ExecutableAndOptionsProto             xla/pjrt/proto/executable_metadata.proto
-        1  CompilationResultProto         xla/service/cpu/executable.proto
-            7  SymbolProto                each function that is called: {2: name}
-            8  ObjFileProto               each ELF object: {1: contents}
-            9  TargetMachineOptionsProto  {3: what LLVM may use: "+avx,+avx2,-xop"}
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from prejit.compiler.compile.worker.protobuf import edit_protobuf, protobuf_fields, sort_protobuf
-from prejit.runtime.errors import BuildError
+from prejit.compiler.compile.worker.xla_messages import (
+    Message,
+    message_bytes,
+    read_executable,
+    replace_messages,
+)
 from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.machine.fingerprint import CPU_FEATURES
 
@@ -83,14 +77,14 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
     Raises:
         BuildError: the bytes are not such an executable.
     """
-    result = _compilation_result(serialized)
+    result = read_executable(serialized)[1].result
     declared = _declared(result)
     try:
-        objects = _objects(result)
+        objects = [each.content for each in result.objects]
         if len(objects) != serialized.count(_ELF):
             raise ValueError("an object outside the field of objects")
-        names = [_fields(symbol)[2][0] for symbol in result.get(7, ())]
         contents = b"".join(objects)
+        names = (each.name.encode() for each in result.symbols)
         if not all(name + b"\0" in contents for name in names):  # as string tables hold them
             raise ValueError("a function that no object holds")
         return tuple(sorted(_needed_by(objects, declared)))
@@ -100,7 +94,7 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
 
 def declared_features(serialized: bytes) -> tuple[str, ...]:
     """Return the extensions that LLVM could use in an XLA:CPU executable: keys of `CPU_FEATURES`, sorted."""
-    return _declared(_compilation_result(serialized))
+    return _declared(read_executable(serialized)[1].result)
 
 
 def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
@@ -112,12 +106,9 @@ def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
     Raises:
         BuildError: the bytes are not such an executable.
     """
-    try:
-        header, program = split_executable(serialized)
-        declared = ",".join(f"+{name}" for name in features).encode()
-        return header + edit_protobuf(program, (1, 9), {3: declared})
-    except ValueError as error:
-        raise _not_an_executable(serialized) from error
+    header, executable = read_executable(serialized)
+    executable.result.machine.features = ",".join(f"+{name}" for name in features)
+    return header + message_bytes(executable)
 
 
 def in_order(serialized: bytes) -> bytes:
@@ -128,58 +119,15 @@ def in_order(serialized: bytes) -> bytes:
     Raises:
         BuildError: the bytes are not such an executable.
     """
-    try:
-        header, program = split_executable(serialized)
-        return header + sort_protobuf(program, (1,), 8)
-    except ValueError as error:
-        raise _not_an_executable(serialized) from error
+    header, executable = read_executable(serialized)
+    objects = sorted(executable.result.objects, key=message_bytes)
+    replace_messages(executable.result.objects, objects)
+    return header + message_bytes(executable)
 
 
-def split_executable(serialized: bytes) -> tuple[bytes, bytes]:
-    """Return the first message with its length before it, and the second."""
-    _, header = next(protobuf_fields(b"\x0a" + serialized))
-    assert isinstance(header, bytes)
-    start = max(1, (len(header).bit_length() + 6) // 7) + len(header)  # its length is a varint
-    return serialized[:start], serialized[start:]
-
-
-def _compilation_result(serialized: bytes) -> Mapping[int, list[bytes]]:
-    try:
-        # The first message has a length before it and no tag: with one, both read as fields 1.
-        _, result = _fields(b"\x0a" + serialized)[1]
-        fields = _fields(result)
-        _fields(fields[9][0])
-        return fields
-    except (ValueError, KeyError) as error:
-        raise _not_an_executable(serialized) from error
-
-
-def _not_an_executable(serialized: bytes) -> BuildError:
-    return BuildError(
-        "expected an executable of XLA:CPU as jaxlib 0.10 to 0.12 serialize it, found"
-        f" {len(serialized)} bytes of another form",
-        hint="a newer jaxlib may write executables in another form: build with jaxlib 0.10 to 0.12",
-    )
-
-
-def _fields(message: bytes) -> dict[int, list[bytes]]:
-    """Return the strings, bytes and submessages of a protobuf message, by field number."""
-    fields: dict[int, list[bytes]] = {}
-    for number, value in protobuf_fields(message):
-        if isinstance(value, bytes):
-            fields.setdefault(number, []).append(value)
-    return fields
-
-
-def _declared(result: Mapping[int, list[bytes]]) -> tuple[str, ...]:
-    [declared] = _fields(result[9][0]).get(3, [b""])
-    signed = declared.decode(errors="replace").split(",")
-    names = {name[1:] for name in signed if name.startswith("+")}
+def _declared(result: Message) -> tuple[str, ...]:
+    names = {each[1:] for each in result.machine.features.split(",") if each.startswith("+")}
     return tuple(sorted(names & CPU_FEATURES.keys()))  # the others are tuning: `prefer-no-gather`
-
-
-def _objects(result: Mapping[int, list[bytes]]) -> tuple[bytes, ...]:
-    return tuple(_fields(file)[1][0] for file in result.get(8, ()))
 
 
 def _needed_by(objects: Sequence[bytes], declared: Sequence[str]) -> set[str]:
@@ -228,7 +176,7 @@ def machine_code(serialized: bytes) -> tuple[list[bytes], tuple[str, ...]]:
         BuildError: the bytes are not such an executable.
         ValueError, KeyError: its code is not for x86-64, or not whole.
     """
-    result = _compilation_result(serialized)
-    code = [part for each in _objects(result) for part in _executable_sections(each)]
-    names = (_fields(symbol)[2][0].decode("utf-8", "replace") for symbol in result.get(7, ()))
+    result = read_executable(serialized)[1].result
+    code = [part for each in result.objects for part in _executable_sections(each.content)]
+    names = (each.name for each in result.symbols)
     return code, tuple(names)

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from prejit.compiler.compile.worker.disassembly import split_executable
-from prejit.compiler.compile.worker.xla_messages import Message, new_message, read_message
+from prejit.compiler.compile.worker.xla_messages import (
+    Message,
+    message_bytes,
+    new_message,
+    read_executable,
+    replace_messages,
+)
+from prejit.runtime.errors import BuildError
 
 _TUPLE = 13
 """In xla/xla_data.proto, a PrimitiveType."""
-_KEPT = {"parameter", "constant"}
 _Index = tuple[int, ...]
 """The way to a part of a result that is a tuple; empty: the whole."""
 
@@ -26,21 +30,19 @@ def with_kept_hlo(serialized: bytes) -> bytes:
 
     An executable in a form that is not known stays as it is, before the HLO.
     """
-    result = read_message("Executable", split_executable(serialized)[1]).result
-    module = result.hlo.module.SerializeToString(deterministic=True)
+    module = message_bytes(read_executable(serialized)[1].result.hlo.module)
     kept = new_message("Kept", module=module, size=len(module))
-    return (lean(serialized) or serialized) + bytes(kept.SerializeToString())
+    return (lean(serialized) or serialized) + message_bytes(kept)
 
 
 def lean(serialized: bytes) -> bytes | None:
     """Return an executable of XLA:CPU without the HLO that no load needs; None: its form is not known."""
     try:
-        header, content = split_executable(serialized)
-        executable = read_message("Executable", content)
+        header, executable = read_executable(serialized)
         _shorten(executable.result)
-    except (LookupError, ValueError):
+    except (BuildError, LookupError, ValueError):
         return None
-    return header + bytes(executable.SerializeToString(deterministic=True))
+    return header + message_bytes(executable)
 
 
 def _shorten(result: Message) -> None:
@@ -56,61 +58,82 @@ def _shorten(result: Message) -> None:
     computations = {each.id: each for each in module.computations}
     instructions = {one.id: one for each in module.computations for one in each.instructions}
     old = computations[module.entry_id]
-    root = instructions[old.root_id]
-    constants = {
+    kept = [one for one in old.instructions if one.opcode == "parameter"]
+    kept += [instructions[number] for number in _constants(buffers)]
+    if any(one.opcode not in ("parameter", "constant") for one in kept):
+        raise ValueError("a constant that is computed")
+    entry = _Entry(old.id, [])
+    numbers = {one.id: entry.add(one) for one in kept}
+    values = _Values(computations, instructions, buffers)
+    root, made = _add_results(entry, instructions[old.root_id], values, numbers)
+    called = _keep_fusions(result.thunks, instructions, entry)
+    fused = [computations[each] for each in _with_called(called, computations)]
+    for each in fused:
+        for one in each.instructions:
+            one.ClearField("metadata")
+    _place(buffers, numbers, made)
+    new = new_message("Computation")
+    new.CopyFrom(old)
+    new.root_id = root
+    replace_messages(new.instructions, entry.instructions)
+    replace_messages(module.computations, [*fused, new])
+    sequences = module.schedule.sequences
+    ids = {each.id for each in fused}
+    replace_messages(sequences, [each for each in sequences if each.computation_id in ids])
+    order = sequences.add(computation_id=old.id).order
+    order.instruction_ids.extend(one.id for one in entry.instructions)
+    for name in ("profiles", "stack_frames", "recovery_table"):
+        module.ClearField(name)
+
+
+def _constants(buffers: Message) -> dict[int, None]:
+    """Return the ids of the instructions whose values lie in allocations of constants."""
+    ids = {
         assigned.buffer_id
         for each in buffers.allocations
         if each.is_constant
         for assigned in each.assigned
     }
-    entry = _Entry(old.id, [])
-    kept = [one.id for one in old.instructions if one.opcode == "parameter"]
-    kept += [each.place.instruction_id for each in buffers.buffers if each.id in constants]
-    if {instructions[number].opcode for number in kept} - _KEPT:
-        raise ValueError("a constant that is computed")
-    numbers = {number: entry.add(instructions[number]) for number in dict.fromkeys(kept)}
+    return {each.place.instruction_id: None for each in buffers.buffers if each.id in ids}
+
+
+def _add_results(
+    entry: _Entry, root: Message, values: _Values, numbers: dict[int, int]
+) -> tuple[int, dict[int, _Lies]]:
+    """Add what stands for the results of the old root.
+
+    Args:
+        entry: the new entry.
+        root: the old root.
+        values: where values lie.
+        numbers: new ids of instructions by their old ones.
+
+    Returns:
+        The id of the new root, and where the values of new instructions lie, by id.
+    """
     is_tuple = root.shape.element_type == _TUPLE
-    shapes = {(n,): part for n, part in enumerate(root.shape.parts)}
     if is_tuple and root.id in numbers:
         raise ValueError("an argument with parts is the result")
+    parts: dict[_Index, Message] = {(n,): part for n, part in enumerate(root.shape.parts)}
     results: list[int] = []
     made: dict[int, _Lies] = {}
-    values = _Values(computations, instructions, buffers)
-    for index, shape in shapes.items() if is_tuple else [((), root.shape)]:
+    for index, shape in (parts if is_tuple else {(): root.shape}).items():
         if shape.element_type == _TUPLE:
             raise ValueError("a result with parts")
-        at = values.find(root, index)
-        number = None if at.index else numbers.get(at.instruction)
+        lies = values.find(root, index)
+        number = None if lies.index else numbers.get(lies.instruction)
         if number is None:
             number = entry.add_call(shape)
-            made[number] = at
+            made[number] = lies
         results.append(number)
-    if is_tuple:
-        whole = new_message("Instruction", opcode="tuple", operand_ids=results)
-        whole.shape.CopyFrom(root.shape)
-        if root.HasField("sharding"):
-            whole.sharding = root.sharding
-        results = [entry.add(whole)]
-        made[results[0]] = values.find(root, ())
-    called = _keep_fusions(result.thunks, instructions, entry)
-    fused = [computations[each] for each in _with_called(called, computations)]
-    _place(buffers, numbers, made)
-    for computation in fused:
-        for one in computation.instructions:
-            one.ClearField("metadata")
-    computation = new_message("Computation")
-    computation.CopyFrom(old)
-    computation.ClearField("instructions")
-    computation.instructions.extend(entry.instructions)
-    computation.root_id = results[0]
-    _replace(module.computations, [*fused, computation])
-    for name in ("profiles", "stack_frames", "recovery_table", "payloads"):
-        module.ClearField(name)
-    ids = {each.id for each in fused}
-    sequences = module.schedule.sequences
-    _replace(sequences, [each for each in sequences if each.computation_id in ids])
-    order = sequences.add(computation_id=old.id).order
-    order.instruction_ids.extend(one.id for one in entry.instructions)
+    if not is_tuple:
+        return results[0], made
+    whole = new_message("Instruction", opcode="tuple", operand_ids=results)
+    whole.shape.CopyFrom(root.shape)
+    if root.HasField("sharding"):
+        whole.sharding = root.sharding
+    number = entry.add(whole)
+    return number, {**made, number: values.find(root, ())}
 
 
 @dataclass(frozen=True)
@@ -209,7 +232,7 @@ def _place(buffers: Message, numbers: dict[int, int], made: dict[int, _Lies]) ->
     ids = {each.id for each in kept}
     free = 1 + max((each.id for each in buffers.buffers), default=0)
     for each in buffers.allocations:
-        _replace(each.assigned, [one for one in each.assigned if one.buffer_id in ids])
+        replace_messages(each.assigned, [one for one in each.assigned if one.buffer_id in ids])
     allocations = {each.number: each for each in buffers.allocations}
     for buffer_id, (number, lies) in enumerate(made.items(), free):
         buffer = new_message("Buffer", id=buffer_id, size=lies.size, color=lies.color)
@@ -218,7 +241,7 @@ def _place(buffers: Message, numbers: dict[int, int], made: dict[int, _Lies]) ->
         allocations[lies.allocation].assigned.add(
             buffer_id=buffer_id, offset=lies.offset, size=lies.size
         )
-    _replace(buffers.buffers, kept)
+    replace_messages(buffers.buffers, kept)
     for name in ("aliases", "traces", "peaks"):
         buffers.ClearField(name)
 
@@ -254,10 +277,3 @@ def _fusions(thunks: Message) -> Iterator[Message]:
         inner = [each.call.called, *each.conditional.branches, each.loop.condition, each.loop.body]
         for one in inner:
             yield from _fusions(one)
-
-
-def _replace(repeated: Any, messages: list[Message]) -> None:
-    """Let a repeated field have these messages, which may be its own."""
-    copies = [type(each).FromString(each.SerializeToString()) for each in messages]
-    del repeated[:]
-    repeated.extend(copies)

@@ -12,7 +12,7 @@ from typing import Any
 from prejit.compiler.compile.compile_jobs import CANNOT_COMPILE
 from prejit.compiler.compile.gpu_convolutions import WITHOUT_CUDNN, has_plain_convolutions
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
-from prejit.compiler.compile.worker.protobuf import edit_protobuf
+from prejit.compiler.compile.worker.xla_messages import message_bytes, read_message
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jax_parts, _jaxlib, kernels
 from prejit.runtime.device.portable import stablehlo_module
@@ -167,14 +167,11 @@ def _one_host(topology: str) -> dict[str, Any]:
 
 
 def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
-    """Return a serialized topology of this machine with another CPU in it.
-
-    xla/pjrt/proto/topology_description.proto holds, as an Any in field 9, a CpuTopologyProto, whose
-    field 5 is TargetMachineOptionsProto {1: triple, 2: cpu, 3: features}
-    (xla/service/cpu/executable.proto).
-    """
-    listed = ",".join(f"+{name}" for name in features)
-    return edit_protobuf(topology, (9, 2, 5), {2: cpu.encode(), 3: listed.encode()})
+    """Return a serialized topology of this machine with another CPU in it."""
+    read = read_message("Topology", topology)
+    machine = read.platform.value.machine
+    machine.cpu, machine.features = cpu, ",".join(f"+{name}" for name in features)
+    return message_bytes(read)
 
 
 def _compile_ahead(

@@ -6,12 +6,13 @@ its length before it (shardings, layouts), then an Executable. Fields that are n
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError
+from prejit.runtime.errors import BuildError
 
 _MESSAGES = {
+    "Parts": "1 *bytes parts",
     # xla/pjrt/proto/executable_metadata.proto: ExecutableAndOptionsProto
     "Executable": "1 Result result",
     # xla/service/cpu/executable.proto: CompilationResultProto, and what it holds
@@ -25,7 +26,7 @@ _MESSAGES = {
     # xla/service/hlo.proto
     "ModuleWithConfig": "1 Module module",
     "Module": "3 *Computation computations, 6 int64 entry_id, 7 Schedule schedule, 13 *bytes profiles, "
-    "17 bytes stack_frames, 20 bytes recovery_table, 22 *bytes payloads",
+    "17 bytes stack_frames, 20 bytes recovery_table",
     "Computation": "2 *Instruction instructions, 5 int64 id, 6 int64 root_id",
     "Instruction": "1 string name, 2 string opcode, 3 Shape shape, 7 bytes metadata, "
     "13 int64 tuple_index, 28 string custom_call_target, 35 int64 id, 36 *int64 operand_ids, "
@@ -56,37 +57,41 @@ _MESSAGES = {
 """The fields of each message by its name: number, type, `*` for a repeated one, name. The names are ours."""
 
 
+Message = Any
+"""A message of one of these classes, which are made at run time."""
+
+
+@functools.cache
 def _classes() -> dict[str, Any]:
+    # Environments of targets that are no CPUs lack this package.
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
     file = descriptor_pb2.FileDescriptorProto(name="prejit_xla.proto", package="prejit_xla")
+    described = descriptor_pb2.FieldDescriptorProto
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for field in fields.split(", "):
             number, kind, field_name = field.split(" ")
-            label = "LABEL_REPEATED" if kind.startswith("*") else "LABEL_OPTIONAL"
+            label = "REPEATED" if kind.startswith("*") else "OPTIONAL"
             kind = kind.removeprefix("*")
             added = message.field.add(
                 name=field_name,
                 number=int(number),
-                label=descriptor_pb2.FieldDescriptorProto.Label.Value(label),
+                label=described.Label.Value(f"LABEL_{label}"),
             )
             if kind in _MESSAGES:
                 added.type_name = f".prejit_xla.{kind}"
             else:
-                added.type = descriptor_pb2.FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
+                added.type = described.Type.Value(f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     found = (pool.FindMessageTypeByName(f"prejit_xla.{name}") for name in _MESSAGES)
     return dict(zip(_MESSAGES, map(message_factory.GetMessageClass, found), strict=True))
 
 
-_CLASSES = _classes()
-Message = Any
-"""A message of one of these classes, which are made at run time."""
-
-
 def new_message(name: str, **fields: Any) -> Message:
     """Return a message with some of its fields."""
-    return _CLASSES[name](**fields)
+    return _classes()[name](**fields)
 
 
 def read_message(name: str, content: bytes) -> Message:
@@ -95,7 +100,43 @@ def read_message(name: str, content: bytes) -> Message:
     Raises:
         ValueError: the bytes are none.
     """
+    from google.protobuf.message import DecodeError
+
     try:
-        return _CLASSES[name].FromString(content)
+        return _classes()[name].FromString(content)
     except DecodeError as error:
         raise ValueError(str(error)) from error
+
+
+def message_bytes(message: Message) -> bytes:
+    """Return a message as bytes: the same for the same content."""
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def read_executable(serialized: bytes) -> tuple[bytes, Message]:
+    """Return what comes before the Executable in an executable of XLA:CPU, and this.
+
+    Raises:
+        BuildError: the bytes are no such executable.
+    """
+    try:
+        # With a tag before the length of the first message, both read as fields 1.
+        header, *_ = read_message("Parts", b"\x0a" + serialized).parts
+        start = max(1, (len(header).bit_length() + 6) // 7) + len(header)  # its length is a varint
+        executable = read_message("Executable", serialized[start:])
+        if not executable.result.HasField("machine"):
+            raise ValueError("no machine")
+    except ValueError as error:
+        raise BuildError(
+            "expected an executable of XLA:CPU as jaxlib 0.10 to 0.12 serialize it, found"
+            f" {len(serialized)} bytes of another form",
+            hint="a newer jaxlib may write executables in another form: build with jaxlib 0.10 to 0.12",
+        ) from error
+    return serialized[:start], executable
+
+
+def replace_messages(repeated: Any, messages: list[Message]) -> None:
+    """Let a repeated field have these messages, which may be its own."""
+    copies = [type(each).FromString(each.SerializeToString()) for each in messages]
+    del repeated[:]
+    repeated.extend(copies)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler.compile.worker import disassembly
 from prejit.compiler.compile.worker.disassembly import (
     EVERYWHERE,
     LLVM_NAMES,
@@ -16,6 +15,7 @@ from prejit.compiler.compile.worker.disassembly import (
     used_features,
 )
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
+from prejit.compiler.compile.worker.xla_messages import read_executable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.errors import BuildError
@@ -131,7 +131,7 @@ def compiled(request, portable):
 
 
 def object_files(serialized):
-    return disassembly._objects(disassembly._compilation_result(serialized))
+    return [each.content for each in read_executable(serialized)[1].result.objects]
 
 
 def test_every_object_is_read_and_none_exceeds_its_level(compiled):
