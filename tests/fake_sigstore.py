@@ -31,7 +31,6 @@ _SHA256 = ec.ECDSA(_HASH)
 
 
 def b64(content):
-    """Return base64."""
     return base64.b64encode(content).decode("ascii")
 
 
@@ -74,7 +73,6 @@ class FakeSigstore:
         ).sign(self._ca, _HASH)
 
     def trusted_root(self):
-        """Return trusted_root.json."""
         return {
             "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
             "tlogs": [_log(self._rekor)],

@@ -130,7 +130,6 @@ class Prometheus:
         return ran(*shlex.split(command), status=None, env=environment)
 
     def close(self):
-        """End it."""
         self._process.kill()
         self._process.wait()
         self._client.close()

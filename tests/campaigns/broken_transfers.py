@@ -4,8 +4,6 @@ Each case has a way (a pull, a push, ...), a fault and a seed. Processes of thei
 rights of root; the registry is in this process. `transfer_checks.run_case` says what went wrong.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 Each example has a seed of its own. `prejit verify` must refuse every change, and no use gives a wrong token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -8,8 +8,6 @@ what it does not have; whatever it answers, jax.jit answers too, with the same t
 values. It may never refuse arguments like the example's, and `jit` refuses nothing that jax.jit takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The records of drills in drills.json, and the page of benchmarks/results that shows them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 

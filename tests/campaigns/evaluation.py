@@ -18,6 +18,7 @@ import urllib.request
 from pathlib import Path
 
 from tests.campaigns.campaign import ROOT, facts, figures_file, write_figures
+from tests.manifests import write_manifest
 from tests.ports import free_port
 
 TASKS = Path(__file__).with_name("evaluation_tasks")
@@ -25,18 +26,6 @@ SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT / "shared"))
 MOST_DIFFERENCE = 1e-4
 """Log-likelihoods of texts of up to 40 tokens may differ by so much."""
 _NAMES = tuple(sorted(f"prejit_{path.stem}" for path in TASKS.glob("*.yaml")))
-_MANIFEST = """\
-[bundle]
-name = "stories"
-[model]
-source = {source}
-[generate]
-batch = [1, 8]
-prompt = [32]
-context = [256]
-[[target]]
-name = "cpu-host"
-"""
 
 
 def main(arguments):
@@ -44,8 +33,8 @@ def main(arguments):
     python, model = arguments[0], SHARED / "data" / "stories260k"
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        manifest = directory / "stories.toml"
-        manifest.write_text(_MANIFEST.format(source=json.dumps(str(model))))
+        sizes = {"batch": (1, 8), "prompt": (32,)}
+        manifest = write_manifest(directory / "stories.toml", model, name="stories", **sizes)
         prejit = [sys.executable, "-m", "prejit.runtime"]
         subprocess.run([*prejit, "build", manifest, "-o", directory], check=True)
         port = free_port()

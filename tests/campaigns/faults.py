@@ -4,8 +4,6 @@ The functions named `Scenario.command`, and `heal`, run in processes of their ow
 preloaded there: it counts the calls on files below a directory and breaks the n-th.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import errno
@@ -120,7 +118,6 @@ def write_key(directory):
 
 
 def sign(directory):
-    """Sign the bundle."""
     return _main("sign", directory / "out" / "tiny", "--key", directory / "key.pem")
 
 

@@ -1,7 +1,5 @@
 """Golden bundles in memory that are damaged, or changed with all digests right, as an attacker does."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

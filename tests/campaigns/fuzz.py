@@ -9,8 +9,6 @@ attacker does. Of bundles with one target it also asks a load and all that may f
 accepts the other must accept. Nothing reaches XLA or the dynamic linker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

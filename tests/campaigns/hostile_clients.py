@@ -7,8 +7,6 @@ The hostile ones have the least priority of the machine (nice 19) and pause betw
 one waits for what the server does, not for the CPU time of its neighbours.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

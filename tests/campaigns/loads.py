@@ -17,8 +17,6 @@ What must hold:
   code (executables, portable programs, kernels) that their author changed. A policy refuses each of these.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib
@@ -393,16 +391,13 @@ def _sound(bundle, policy):
 
 def build(directory):
     """Build and sign the bundles: a decoder with native kernels, and programs of a user."""
+    from tests.manifests import write_manifest
     from tests.recipes import make_example
 
     out = directory / "out"
     manifest = directory / "decoder.toml"
     source = ROOT / "manifests" / "demo-model"
-    manifest.write_text(
-        f'[bundle]\nname = "decoder"\n[model]\nsource = "{source}"\ndtype = "float32"\n'
-        "[generate]\nbatch = [1]\nprompt = [16]\ncontext = [64]\n"
-        '[[target]]\nname = "cpu-host"\n'
-    )
+    write_manifest(manifest, source, name="decoder", model='dtype = "float32"', context=(64,))
     subprocess.run(
         [Path(sys.executable).with_name("prejit"), "build", manifest, "-o", out],
         check=True,

@@ -4,8 +4,6 @@ Each parser takes bytes and returns, or raises an error that its callers expect:
 `RefusedError` in the room of trust. What the server's error handler expects is caught here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

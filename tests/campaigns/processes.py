@@ -4,8 +4,6 @@ A fork server imports the build side once and each function runs in a fork of it
 builds take minutes. No JAX backend exists in the server, which makes forking it safe.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

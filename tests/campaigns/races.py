@@ -4,8 +4,6 @@ Each class of `CACHES` is one shared directory: how it is written, how it is rea
 What a cache holds follows from its name, so that every reader knows what is right.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Random functions of random trees, and random arguments for them."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -156,7 +154,6 @@ def container(parts, chance):
 
 
 def random_tree(chance, depth):
-    """Return a tree of leaves."""
     if depth == 0 or chance.random() < 0.4:
         leaf = Leaf(chance.choice(DTYPES), chance.choice(SHAPES))
         if not leaf.shape and leaf.dtype in ("float32", "int32", "bool", "complex64"):

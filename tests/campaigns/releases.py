@@ -4,8 +4,6 @@ Each is a real bundle that `prejit build` writes, from a checkpoint or a manifes
 makes a model slower without other tokens is a layer whose output projections are zero: it adds nothing.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -63,7 +61,6 @@ class Manifest:
     more: str = ""
 
     def text(self, model):
-        """Return the manifest of a model."""
         targets = "".join(
             each if "\n" in each else f'[[target]]\nname = "{each}"\n' for each in self.targets
         )
@@ -113,7 +110,6 @@ def base_of(release):
 
 
 def write_model(directory, release):
-    """Write the checkpoint of a release."""
     sizes = DEEP if release.idle else {}
     write_lettered(directory, n_layer=LAYERS + release.idle, **{**sizes, **release.config})
     _change_tensors(directory, _silence)

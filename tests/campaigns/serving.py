@@ -3,8 +3,6 @@
 Clients that send what is no request, or too much of it, are those of `hostile_clients`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

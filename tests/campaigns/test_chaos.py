@@ -6,8 +6,6 @@ After each, the bundle that is there gives what the old or the new one gives, th
 compiles nothing that was finished, and no temporary file stays.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ checks and 200 times by the command line, and cuts 200 files while they are read
 damage.json beside this file; `make test` tries a few. Each failure prints a command that repeats it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

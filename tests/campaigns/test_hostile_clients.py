@@ -117,7 +117,6 @@ def check_figures(figures, before, after):
 
 
 def client(kind, server, name, *options):
-    """Start clients."""
     words = ["-m", "tests.campaigns.hostile_clients", kind, server.port, KEYS[name], *options]
     return subprocess.Popen(
         [sys.executable, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True

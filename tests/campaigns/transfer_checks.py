@@ -1,7 +1,5 @@
 """Checks after a broken transfer, and after the one that completes it: see broken_transfers.py."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

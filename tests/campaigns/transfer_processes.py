@@ -1,7 +1,5 @@
 """A transfer in a process of its own, without the rights of root and with small limits."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

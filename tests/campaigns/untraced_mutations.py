@@ -7,8 +7,6 @@ more are valid programs that `prejit run` and Python start. At last a program de
 prejit cannot see: what the signature of a call finds of these is counted, and the rest is what users promise.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -17,9 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from prejit.compiler.recording.jax_cache_packing import read_targets
@@ -189,41 +185,41 @@ for name, function in KINDS.items():
 """
 
 
-def prejit(directory: Path, *words: str) -> str:
+def prejit(directory, *words):
     return started(directory, sys.executable, "-m", "prejit.runtime", *words)
 
 
-def started(directory: Path, *command: str) -> str:
+def started(directory, *command):
     return subprocess.run(
         command, cwd=directory, check=True, text=True, stdout=subprocess.PIPE
     ).stdout
 
 
-def recorded(directory: Path, *command: str) -> None:
+def recorded(directory, *command):
     for _ in range(2):
         prejit(directory, "record", "--untraced", "-o", "bundle", "--", *command)
 
 
-def written(directory: Path) -> None:
+def written(directory):
     for name, text in SOURCES.items():
         path = directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
 
-def inputs_of(directory: Path) -> dict[str, Any]:
+def inputs_of(directory):
     (target,) = read_targets(directory / "bundle")
     (file,) = (each for name, each in target.programs.items() if name.startswith("prejit_calls"))
-    inputs: dict[str, Any] = json.loads(file.content())["inputs"]
+    inputs = json.loads(file.content())["inputs"]
     return inputs
 
 
-def mutated(rng: random.Random, directory: Path) -> tuple[str, Callable[[], None]]:
+def mutated(rng, directory):
     """Change something that the program reads. Returns what, and a function that undoes it."""
     path = directory / rng.choice([*SOURCES])
     before, times = path.read_bytes(), path.stat()
 
-    def undo() -> None:
+    def undo():
         for extra in directory.glob("parts/new*"):
             extra.unlink()
         if not path.exists() or path.read_bytes() != before:
@@ -253,14 +249,14 @@ def mutated(rng: random.Random, directory: Path) -> tuple[str, Callable[[], None
     return way, undo
 
 
-def compared(rng: random.Random, directory: Path, count: int) -> Counter[str]:
+def compared(rng, directory, count):
     """Return how many mutations were found, by kind; "missed" ones must not be there."""
     inputs = inputs_of(directory)
     inputs["modules"] += [*sys.modules]  # of this process
     inputs["prefix"] = sys.prefix
     last = max(each[1] for each in inputs["files"])
     variables = {name: value for name, value in inputs["environment"].items() if value is not None}
-    found: Counter[str] = Counter()
+    found = Counter()
     for number in range(count):
         environment, undo, way = dict(variables), None, "an environment variable"
         if number % 10 == 0:
@@ -277,9 +273,9 @@ def compared(rng: random.Random, directory: Path, count: int) -> Counter[str]:
     return found
 
 
-def run_beside(rng: random.Random, directory: Path, count: int) -> Counter[str]:
+def run_beside(rng, directory, count):
     """Return what became of changed programs that `prejit run` and Python started."""
-    found: Counter[str] = Counter()
+    found = Counter()
     command = (sys.executable, "main.py")
     for _ in range(count):
         path = directory / rng.choice(
@@ -294,7 +290,7 @@ def run_beside(rng: random.Random, directory: Path, count: int) -> Counter[str]:
     return found
 
 
-def hidden(directory: Path) -> dict[str, list[str]]:
+def hidden(directory):
     """Return the ways of deciding by what prejit cannot see that a call's signature finds, and the others."""
     (directory / "hidden.py").write_text(HIDDEN)
     (directory / "hidden").write_text("")
@@ -304,13 +300,13 @@ def hidden(directory: Path) -> dict[str, list[str]]:
     (directory / "hidden").write_text("1")
     lines = prejit(directory, "run", "bundle", "--", *command).splitlines()
     expected = started(directory, *command).splitlines()
-    outcomes: dict[str, list[str]] = {"found": [], "promised": []}
+    outcomes = {"found": [], "promised": []}
     for line, other in zip(lines, expected, strict=True):
         outcomes["found" if line == other else "promised"].append(line.partition(" ")[0])
     return outcomes
 
 
-def main(seed: int, mutations: int, starts: int) -> None:
+def main(seed, mutations, starts):
     """Run the campaign, print what it found and write it."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
@@ -319,7 +315,7 @@ def main(seed: int, mutations: int, starts: int) -> None:
         os.environ["PYTHONPATH"] = str(directory / "site-packages")
         os.environ["PREJIT_RUNTIME_CACHE"] = str(directory / "cache")
         recorded(directory, sys.executable, "main.py")
-        found: dict[str, Any] = {
+        found = {
             "seed": seed,
             "compared": dict(sorted(compared(rng, directory, mutations).items())),
             "started": dict(run_beside(rng, directory, starts)),

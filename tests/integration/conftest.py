@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.encoders import write_encoder
+from tests.manifests import encoder_manifest, write_manifest
 from tests.processes import ran
 from tests.store_servers import running_registry
 
@@ -55,6 +56,14 @@ def python(run, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def here(request, tmp_path_factory):
+    """A directory with the PROGRAM of a module as serve.py."""
+    directory = tmp_path_factory.mktemp("program")
+    (directory / "serve.py").write_text(request.module.PROGRAM)
+    return directory
+
+
+@pytest.fixture(scope="module")
 def python_at(here, tmp_path_factory):
     """Runs Python in the directory `here` of a module, with the module's own caches or others."""
     caches = tmp_path_factory.mktemp("caches")
@@ -74,26 +83,20 @@ def prejit_at(python_at):
     return functools.partial(python_at, "-m", "prejit.runtime")
 
 
-def write_manifest(
-    path,
-    source,
-    *,
-    name="model",
-    batch=(1,),
-    prompt=(16,),
-    context=(256,),
-    targets=("cpu-host",),
-    model="",
-    generate="",
-):
-    """Write a manifest of a decoder; `model` and `generate` are more lines of these sections."""
-    path.write_text(
-        f"[bundle]\nname = {json.dumps(name)}\n"
-        f"[model]\nsource = {json.dumps(str(source))}\n{model}\n"
-        f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n{generate}\n"
-        + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
-    )
-    return path
+@pytest.fixture(scope="session")
+def of_letters(run, once):
+    """Loads an encoder that a function writes: `of_letters("scorer", write_scorer, "shapes = [[1, 8]]")`."""
+
+    def loaded(name, write, encode):
+        def make(directory):
+            (directory / "model").mkdir()
+            write(directory / "model")
+            manifest = encoder_manifest(directory / f"{name}.toml", encode)
+            run("build", manifest, "-o", directory, quick=True)
+
+        return load(once(f"letters-{name}", make) / name)
+
+    return loaded
 
 
 @pytest.fixture(scope="session")
@@ -103,17 +106,6 @@ def stories():
     if not directory.is_dir():
         pytest.skip(f"no checkpoint at {directory}; set PREJIT_SHARED to the directory that has it")
     return directory, json.loads((directory / "expected.json").read_text())
-
-
-def functions_manifest(path, programs, targets=("cpu-host",), more=""):
-    """Write a manifest of functions: by name, the keys of each with `; ` between them."""
-    sections = [
-        f"[[program]]\nname = {json.dumps(name)}\n{keys}\n" for name, keys in programs.items()
-    ]
-    sections += [f"[[target]]\nname = {json.dumps(name)}\n" for name in targets]
-    text = "".join(sections).replace("; ", "\n")
-    path.write_text(f"[bundle]\nname = {json.dumps(path.stem)}\n{more}{text}")
-    return path
 
 
 @pytest.fixture
@@ -198,11 +190,7 @@ def encoder_dir(run, once):
 
     def make(directory):
         write_encoder(directory / "model", pooling=("mean_tokens",), normalize=True)
-        manifest = directory / "encoder.toml"
-        manifest.write_text(
-            '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
-            '[[target]]\nname = "cpu-host"\n'
-        )
+        manifest = encoder_manifest(directory / "sentences.toml", "shapes = [[4, 16]]")
         run("build", manifest, "-o", directory, quick=True)
 
     return once("letters-encoder", make) / "sentences"

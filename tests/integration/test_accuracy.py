@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from tests.encoders import bert_config
 from tests.extent import cases
+from tests.manifests import encoder_manifest, write_manifest
 from tests.parity.encoder_cases import Case
 
-from .conftest import ROOT, write_manifest
+from .conftest import ROOT
 
 pytestmark = pytest.mark.thorough
 
@@ -104,10 +105,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path / "bert")
     manifest = tmp_path / "bert.toml"
-    manifest.write_text(
-        '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'
-        '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
-    )
+    encoder_manifest(manifest, "shapes = [[1, 16]]", source="bert", model='dtype = "int8"')
     told = accuracy_of(run, manifest, tmp_path)
     assert told["text"] == "random"
     assert " int8 and " in told["weights"]  # some need more

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.decoders import write_random
+from tests.manifests import write_manifest
 from tests.parity.adapter_cases import write_adapter
 
 import prejit.compiler
@@ -14,20 +15,6 @@ from prejit.runtime.errors import BuildError, ManifestError
 
 pytestmark = pytest.mark.thorough
 
-MANIFEST = """
-[bundle]
-name = "adapted"
-[model]
-source = "gpt2"
-adapters = ["sql"]
-dtype = "int8"
-[generate]
-batch = [1]
-prompt = [8]
-context = [24]
-[[target]]
-name = "cpu-host"
-"""
 MODULE = "base_model.model.transformer.h.0.attn.c_attn"
 SHAPES = {f"{MODULE}.lora_A.weight": (2, 24), f"{MODULE}.lora_B.weight": (72, 2)}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"]}
@@ -35,8 +22,9 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_at
 
 def test_other_adapters_are_other_weights_in_the_same_programs(build_cache, tmp_path):
     write_random("gpt2", tmp_path / "gpt2")
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(MANIFEST)
+    adapted = 'adapters = ["sql"]\ndtype = "int8"'
+    sizes = {"prompt": (8,), "context": (24,)}
+    manifest = write_manifest(tmp_path / "m.toml", "gpt2", model=adapted, **sizes)
     options = {"cache": build_cache, "measure": False, "quiet": True}
     with pytest.raises(ManifestError, match=r"model\.adapters\[0\]: expected a directory"):
         prejit.compiler.plan(manifest, cache=build_cache)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from tests.encoders import write_answers_modules, write_causal
+from tests.manifests import encoder_manifest
 
 from prejit.runtime import TruncationWarning, UsageError, load
 
@@ -17,17 +18,6 @@ INSTRUCTED = [-1.743173, -1.32326, -1.595484]
 """CrossEncoder.predict of the first three pairs with prompt="k k"."""
 HEAD = [0.5930293, 0.4519402, 0.4913863, 0.4429336]
 """Scores of a classification head. It reads the last token but [SEP], which ends texts and pads them."""
-MANIFEST = """
-[bundle]
-name = "NAME"
-[model]
-source = "NAME"
-[encode]
-shapes = [[1, 8], [4, 16]]
-MORE
-[[target]]
-name = "cpu-host"
-"""
 TABLE = """
 [encode.answers]
 yes = "y"
@@ -47,9 +37,9 @@ def scorers(run, once):
             write_causal(directory / name, answers=name != "head")
             if name == "modules":
                 write_answers_modules(directory / name)
-            text = MANIFEST.replace("NAME", name).replace("MORE", TABLE if name == "table" else "")
-            (directory / f"{name}.toml").write_text(text)
-            run("build", directory / f"{name}.toml", "-o", directory / "out", quick=True)
+            keys = "shapes = [[1, 8], [4, 16]]" + (TABLE if name == "table" else "")
+            manifest = encoder_manifest(directory / f"{name}.toml", keys, source=name)
+            run("build", manifest, "-o", directory / "out", quick=True)
 
     made = once("letters-answers", make) / "out"
     return lambda name: load(made / name)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.manifests import functions_manifest
 
 from prejit.runtime import UsageError, load
 from prejit.runtime.__main__ import main
-
-from .conftest import functions_manifest
 
 MODULE = """
 import functools

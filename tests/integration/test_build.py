@@ -6,11 +6,10 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from tests.manifests import functions_manifest
 
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
-
-from .conftest import functions_manifest
 
 
 def write_manifest(directory, sizes="1, 2, 3"):

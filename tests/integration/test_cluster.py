@@ -12,12 +12,11 @@ import sys
 from contextlib import suppress
 
 import pytest
+from tests.manifests import functions_manifest
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 from tests.ray_cluster import ray_cluster
 from tests.waiting import wait_for
-
-from .conftest import functions_manifest
 
 pytestmark = [
     pytest.mark.thorough,  # a cluster takes 30 s of CPU time, and its parts give up on a busy machine

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.extent import ALL, cases, examples
 from tests.lettered import write_lettered
+from tests.manifests import write_manifest
 
 from prejit.compiler import build
 from prejit.runtime import load
@@ -258,12 +259,9 @@ def test_a_draft_model_must_fit_the_model(lettered, tmp_path):
         "encoder": ["encoder/config.json"],
         "short": ["expected at most 64", "short/config.json", "found 72"],
     }.items():
-        manifest = tmp_path / f"{name}.toml"
-        manifest.write_text(
-            f'[bundle]\nname = "m"\n[model]\nsource = "{lettered / "model"}"\n[generate]\nbatch = [1]\n'
-            f"prompt = [8]\ncontext = [72]\ndraft_tokens = 2\n[draft]\nsource = {json.dumps(name)}\n"
-            '[[target]]\nname = "cpu-host"\n'
-        )
+        more = f"draft_tokens = 2\n[draft]\nsource = {json.dumps(name)}"
+        sizes = {"prompt": (8,), "context": (72,), "generate": more}
+        manifest = write_manifest(tmp_path / f"{name}.toml", lettered / "model", **sizes)
         with pytest.raises((ManifestError, CheckpointError)) as error:
             build(manifest, tmp_path / "out", cache=tmp_path / "cache", quiet=True)
         assert all(word in str(error.value) for word in words), (name, str(error.value))

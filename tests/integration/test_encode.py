@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.encoders import write_encoder
 from tests.extent import cases
+from tests.manifests import encoder_manifest
 from tokenizers import normalizers
 
 from prejit.runtime import (
@@ -48,11 +49,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def built(run, model):
-    manifest = model.parent / "encoder.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "encoder"\n[model]\nsource = "{model}"\n'
-        f'[encode]\nshapes = {SHAPES}\n[[target]]\nname = "cpu-host"\n'
-    )
+    manifest = encoder_manifest(model.parent / "encoder.toml", f"shapes = {SHAPES}", source=model)
     run("build", manifest, "-o", manifest.parent / "out", quick=True)
     return manifest.parent / "out" / "encoder"
 
@@ -151,12 +148,10 @@ def packed(run, model):
     """Bundles with packed batches in int8, and in float32 as well."""
     found = {}
     for dtype in cases(["int8"], others=["float32"]):
+        keys = "shapes = [[1, 16], [2, 128], [16, 128]]\npacked = [256, 64]"
+        stored = f'dtype = "{dtype}"'
         manifest = model.parent / f"{dtype}.toml"
-        manifest.write_text(
-            f'[bundle]\nname = "{dtype}"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
-            "[encode]\nshapes = [[1, 16], [2, 128], [16, 128]]\npacked = [256, 64]\n"
-            '[[target]]\nname = "cpu-host"\n'
-        )
+        encoder_manifest(manifest, keys, source=model, model=stored)
         run("build", manifest, "-o", model.parent / "out", quick=True)
         found[dtype] = load(model.parent / "out" / dtype, on_mismatch="error")
     return found

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from tests.extent import cases
+from tests.manifests import encoder_manifest
 from tests.parity.encoder_family_cases import WIDE_REFERENCE, wide_cases
 from tests.parity.test_encoder_families import write
 
@@ -31,11 +32,8 @@ def test_an_encoder_in_few_bits_keeps_its_cosine(run, tmp_path, name, dtype):
     (model / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
     (model / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "{dtype}"\n'
-        '[encode]\nshapes = [[4, 32]]\n[[target]]\nname = "cpu-host"\n'
-    )
+    stored = f'dtype = "{dtype}"'
+    manifest = encoder_manifest(tmp_path / "m.toml", "shapes = [[4, 32]]", model=stored)
     built = run("build", manifest, "-o", tmp_path, "--json", quick=True)
     [told] = json.loads(built.stdout)
     texts = [row[:length] for row, length in zip(case.tokens, case.lengths, strict=True)]

@@ -5,40 +5,24 @@ import json
 import numpy as np
 import pytest
 from tests.extent import sampled
+from tests.manifests import write_manifest
 from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases as decoder_cases
 
 from prejit.runtime import ContextError, UsageError, load
 from prejit.server.engine.engine import Engine
 
-MANIFEST = """
-[bundle]
-name = "{name}"
-[model]
-source = "model"
-dtype = "{dtype}"
-[generate]
-batch = {batch}
-prompt = [4]
-context = {context}
-source = {source}
-draft_tokens = {draft}
-[[target]]
-name = "cpu-host"
-"""
-
 T5, WHISPER = t5_cases.cases()[0], whisper_cases.cases()[0]
 
 
-SIZES = {"batch": [2], "context": [8, 28], "draft": 3, "dtype": "float32"}
-
-
-def built(at, run, case, source, sizes=SIZES, status=0):
+def built(at, run, case, source, context=(8, 28), status=0):
     name = case.config["model_type"]
     case.write(at / "model")
     # Nothing ends a text early: torch's record goes on after these tokens too.
     (at / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
-    (at / "m.toml").write_text(MANIFEST.format(name=name, source=source, **sizes))
+    sizes = {"batch": (2,), "prompt": (4,), "context": context}
+    lines = {"model": 'dtype = "float32"', "generate": f"source = {source}\ndraft_tokens = 3"}
+    write_manifest(at / "m.toml", "model", name=name, **sizes, **lines)
     said = run("build", at / "m.toml", "-o", at, status=status, quick=True)
     return at / name, said.stderr
 
@@ -51,8 +35,8 @@ def translator(tmp_path_factory, run):
 
 @pytest.fixture(scope="module")
 def transcriber_dir(tmp_path_factory, run):
-    at, sizes = tmp_path_factory.mktemp("whisper"), {**SIZES, "context": [28]}
-    return built(at, run, WHISPER, [WHISPER.frames], sizes)[0]
+    at = tmp_path_factory.mktemp("whisper")
+    return built(at, run, WHISPER, [WHISPER.frames], context=(28,))[0]
 
 
 @pytest.fixture(scope="module")

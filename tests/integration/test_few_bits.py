@@ -2,11 +2,10 @@
 
 import json
 
+from tests.manifests import write_manifest
 from tests.parity.few_bits_cases import GPTQ, FewBits
 
 from prejit.runtime import load
-
-from .conftest import write_manifest
 
 
 def test_a_build_rounds_matrices_again_or_does_not_say_what_it_kept(run, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.decoders import gpt2_config
 from tests.extent import ALL
+from tests.manifests import functions_manifest
 from tests.parity.cases import Case
 from tests.processes import ran
 
@@ -30,8 +31,6 @@ from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
-
-from .conftest import functions_manifest
 
 pytestmark = pytest.mark.thorough
 

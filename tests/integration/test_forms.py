@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from tests.decoders import gpt2_config
+from tests.manifests import write_manifest
 from tests.parity.cases import Case
-
-from .conftest import write_manifest
 
 WIDTH, LARGE_INNER = 64, 4096
 """A matrix of 64 x 4096 has 1 MB: the least that a build measures."""

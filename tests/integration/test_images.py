@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.format import second_reader
+from tests.manifests import encoder_manifest
 from tests.parity.image_cases import PICTURES, REFERENCE, image_cases
 from tests.unit.server.running import running
 from tokenizers import Tokenizer, pre_tokenizers, processors
@@ -41,10 +42,7 @@ def built(run, reference, tmp_path_factory):
         if CASES[name].texts:
             write_tokenizer(directory / "model", 61)
         manifest = directory / "made.toml"
-        manifest.write_text(
-            f'[bundle]\nname = "made"\n[model]\nsource = "model"\ndtype = "{dtype}"\n'
-            f'[encode]\n{encode}\n[[target]]\nname = "cpu-host"\n'
-        )
+        encoder_manifest(manifest, encode, model=f'dtype = "{dtype}"')
         run("build", manifest, "-o", directory / "out", quick=True)
         return directory / "model", directory / "out" / "made"
 

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 from tests.format import second_reader
+from tests.manifests import write_manifest
 from tests.parity.sight_cases import MESSAGES, PROMPTS, REFERENCE, STEPS, VOCABULARY, sight_cases
 from tests.unit.server.running import running
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.thorough
 
 CASES = {case.name: case for case in sight_cases()}
 NAME = "gemma3-1"
-GENERATE = "batch = [1, 3]\nprompt = [16]\ncontext = [64, 128]"
+SIZES = {"batch": (1, 3), "prompt": (16,), "context": (64, 128)}
 GREEDY = {"max_new_tokens": STEPS, "stop_token_ids": ()}
 
 
@@ -40,18 +41,15 @@ def model(reference, tmp_path_factory):
     return directory
 
 
-def write_manifest(model, images="images = [24, 64]", dtype="float32"):
-    manifest = model.with_name("made.toml")
-    manifest.write_text(
-        f'[bundle]\nname = "made"\n[model]\nsource = "model"\ndtype = "{dtype}"\n'
-        f'[generate]\n{GENERATE}\n{images}\n[[target]]\nname = "cpu-host"\n'
-    )
-    return manifest
+def made_of(model, images="images = [24, 64]", dtype="float32"):
+    stored = f'dtype = "{dtype}"'
+    path = model.with_name("made.toml")
+    return write_manifest(path, "model", name="made", model=stored, generate=images, **SIZES)
 
 
 @pytest.fixture(scope="module")
 def bundle(run, model):
-    run("build", write_manifest(model), "-o", model.with_name("out"), quick=True)
+    run("build", made_of(model), "-o", model.with_name("out"), quick=True)
     with load(model.with_name("out") / "made", on_mismatch="error") as bundle:
         yield bundle
 
@@ -244,7 +242,7 @@ def test_the_command_reads_images_before_a_message(bundle, model, pictures, caps
 
 @pytest.mark.thorough
 def test_a_model_without_images_refuses_them(run, model, pictures, tmp_path):
-    run("build", write_manifest(model, ""), "-o", tmp_path, quick=True)
+    run("build", made_of(model, ""), "-o", tmp_path, quick=True)
     with load(tmp_path / "made", on_mismatch="error") as bundle:
         assert bundle.config.images is None
         with pytest.raises(UsageError, match="images: expected none, as the prompts of made"):
@@ -265,7 +263,7 @@ def test_a_model_without_images_refuses_them(run, model, pictures, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_images_are_read_in_few_bits(run, model, reference, pictures, tmp_path, dtype):
-    run("build", write_manifest(model, dtype=dtype), "-o", tmp_path, quick=True)
+    run("build", made_of(model, dtype=dtype), "-o", tmp_path, quick=True)
     [target] = second_reader.read(tmp_path / "made")
     assert target.config["images"]["tokens"] == 9
     with load(tmp_path / "made", on_mismatch="error") as bundle:

@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 import pytest
+from tests.manifests import write_manifest
 
 from prejit.runtime import Fingerprint, load
 
-from .conftest import write_manifest
 from .test_accuracy import STORY
 
 pytestmark = pytest.mark.thorough

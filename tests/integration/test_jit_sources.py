@@ -4,9 +4,8 @@ import json
 import os
 import sys
 
+from tests.manifests import functions_manifest
 from tests.processes import ran
-
-from .conftest import functions_manifest
 
 FILES = {
     "app/__init__.py": "",

@@ -23,6 +23,7 @@ import pytest
 from flax import linen, nnx
 from flax.core import FrozenDict, freeze
 from flax.training.train_state import TrainState
+from tests.manifests import functions_manifest
 
 from prejit.compiler import Program, build, program
 from prejit.runtime import UsageError, jit, load
@@ -31,8 +32,6 @@ from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning, ManifestError, RejectError
 from prejit.runtime.format.checks.call_programs import check_static
 from prejit.runtime.format.constants import encode, same
-
-from .conftest import functions_manifest
 
 X = jnp.arange(4.0)
 

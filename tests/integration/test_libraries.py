@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.format import second_reader
 from tests.layouts import blob
+from tests.manifests import functions_manifest
 
 from prejit.compiler import BuildError, Library, Manifest, ManifestError, Program, build
 from prejit.compiler.native.compilers import find_compilers
@@ -28,8 +29,6 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-
-from .conftest import functions_manifest
 
 SOURCE = """
 #include "xla/ffi/api/ffi.h"

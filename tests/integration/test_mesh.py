@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests.extent import cases
+from tests.manifests import write_manifest
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime.errors import ManifestError
-
-from .conftest import write_manifest
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96},

@@ -2,6 +2,7 @@
 
 import pytest
 from tests.decoders import write_random
+from tests.manifests import write_manifest
 from tests.quick_compiling import XLA_FLAGS
 
 import prejit.compiler
@@ -12,20 +13,6 @@ from prejit.compiler.native.products import KERNEL, WIDENED, Product
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding.rebuilt import read_recorded, rebuild
 from prejit.compiler.targets.target_table import target
-
-MANIFEST = """
-[bundle]
-name = "kernels"
-[model]
-source = "gpt2"
-dtype = "int8"
-[generate]
-batch = [1]
-prompt = [8]
-context = [24]
-[[target]]
-name = "cpu-host"
-"""
 
 
 @pytest.mark.thorough
@@ -38,7 +25,8 @@ def test_kernels_are_the_same_bytes_or_a_finding_that_names_what_decided_them(
     assert "-O0" in flags
     monkeypatch.setattr(library, "_COMPILE_FLAGS", flags)
     write_random("gpt2", tmp_path / "gpt2")
-    (tmp_path / "m.toml").write_text(MANIFEST)
+    sizes = {"prompt": (8,), "context": (24,)}
+    write_manifest(tmp_path / "m.toml", "gpt2", model='dtype = "int8"', **sizes)
     # Forms that no table has here: a rebuild takes those of the bundle all the same.
     level = level_of(target("cpu-host"))
     if isinstance(level, NoKernels):

@@ -79,13 +79,6 @@ print(seen)
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("callbacks")
-    (directory / "serve.py").write_text(PROGRAM)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def bundle(here, prejit_at):
     done = prejit_at("record", "-o", "serve", "--json", "--", sys.executable, "serve.py", "A")
     assert '"left_out": []' in done.stdout

@@ -25,13 +25,6 @@ ANSWER = "30.8488"  # 32 times tanh 2
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("recording")
-    (directory / "serve.py").write_text(PROGRAM)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def bundle(here, prejit_at):
     done = prejit_at(*("record", "-o", "serve", "--json"), *("--", sys.executable, "serve.py"))
     answer, _, described = done.stdout.partition("\n")

@@ -77,13 +77,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("built")
-    (directory / "serve.py").write_text(PROGRAM)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def on_two_devices(python_at):
     return functools.partial(python_at, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 

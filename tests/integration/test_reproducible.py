@@ -4,11 +4,10 @@ import os
 import sys
 
 import pytest
+from tests.manifests import functions_manifest
 from tests.processes import ran
 
 from prejit.runtime.base.files import digest_of
-
-from .conftest import functions_manifest
 
 CODE = """
 import os, sys

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.decoders import write_random
 from tests.integration.test_serve import Process, over
 from tests.lettered import write_lettered
+from tests.manifests import write_manifest
 from tests.parity.adapter_cases import CASES, REFERENCE, write_adapter
 from tests.signers import key_table, signer, write_policy
 
@@ -145,12 +146,9 @@ def test_rows_of_one_batch_have_each_their_own_adapter_or_none(
     assert [ids for ids, _ in mixed[3:6]] == [ids for ids, _ in alone[3:6]]
     assert all(ids != other for (ids, _), (other, _) in zip(alone, without, strict=True))
     write_random("gpt2", tmp_path / "gpt2")
-    manifest = tmp_path / "merged.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "merged"\n[model]\nsource = "gpt2"\naccuracy = false\n'
-        f"adapters = [{json.dumps(str(directories[1]))}]\n[generate]\nbatch = [1, 8]\n"
-        'prompt = [10]\ncontext = [48]\ndraft_tokens = 3\n[[target]]\nname = "cpu-host"\n'
-    )
+    lines = f"accuracy = false\nadapters = [{json.dumps(str(directories[1]))}]"
+    sizes = {"batch": (1, 8), "prompt": (10,), "context": (48,), "generate": "draft_tokens = 3"}
+    manifest = write_manifest(tmp_path / "merged.toml", "gpt2", model=lines, **sizes)
     options = {"cache": build_cache, "measure": False, "quiet": True}
     built = prejit.compiler.build(manifest, tmp_path, **options)
     with load(built.path, on_mismatch="error") as merged:

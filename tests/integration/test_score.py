@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from tests.encoders import write_scorer
+from tests.manifests import encoder_manifest
 
-from prejit.runtime import ContextError, TruncationWarning, UsageError, load
+from prejit.runtime import ContextError, TruncationWarning, UsageError
 
 pytestmark = pytest.mark.thorough
 
@@ -16,18 +17,8 @@ SCORES = [0.38731816, 0.49214369, 0.85673267, 0.39725924]
 
 
 @pytest.fixture(scope="session")
-def scorer(run, once):
-    def make(directory):
-        (directory / "model").mkdir()
-        write_scorer(directory / "model")
-        manifest = directory / "scorer.toml"
-        manifest.write_text(
-            '[bundle]\nname = "scorer"\n[model]\nsource = "model"\n[encode]\nshapes = [[1, 8], [4, 16]]\n'
-            '[[target]]\nname = "cpu-host"\n'
-        )
-        run("build", manifest, "-o", directory, quick=True)
-
-    return load(once("letters-scorer", make) / "scorer")
+def scorer(of_letters):
+    return of_letters("scorer", write_scorer, "shapes = [[1, 8], [4, 16]]")
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +50,7 @@ def test_packed_batches_are_for_models_that_embed(run, tmp_path):
     (tmp_path / "model").mkdir()
     write_scorer(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{")  # which takes longer to try
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        '[bundle]\nname = "m"\n[model]\nsource = "model"\n[encode]\npacked = [64]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
+    manifest = encoder_manifest(tmp_path / "m.toml", "packed = [64]")
     said = run("build", manifest, "-o", tmp_path, quick=True, status=2).stderr
     assert "encode.packed: expected a model that embeds texts, of bert" in said
     assert "found bert that scores" in said

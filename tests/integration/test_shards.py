@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
-from .conftest import functions_manifest
+from tests.manifests import functions_manifest
 
 pytestmark = pytest.mark.thorough
 

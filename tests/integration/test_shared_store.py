@@ -3,8 +3,7 @@
 import json
 
 from tests.decoders import write_random
-
-from .conftest import write_manifest
+from tests.manifests import write_manifest
 
 
 def test_a_second_machine_compiles_nothing_and_builds_the_same(warm, tmp_path):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.manifests import write_manifest
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
@@ -23,19 +24,6 @@ from .conftest import ROOT
 pytestmark = pytest.mark.thorough
 
 CONTEXT = 72
-MANIFEST = """
-[bundle]
-name = "state_space"
-[model]
-module = "model:model"
-[generate]
-batch = [2]
-prompt = [8]
-context = [72]
-draft_tokens = 3
-[[target]]
-name = "cpu-host"
-"""
 TEXTS = np.random.default_rng(0).integers(0, 512, (4, CONTEXT)).tolist()
 
 
@@ -63,8 +51,11 @@ def state_space_bundle(run, once):
 
     def build(directory):
         write_model(directory)
-        (directory / "manifest.toml").write_text(MANIFEST)
-        run("build", directory / "manifest.toml", "-o", directory, quick=True)
+        lines = {"model": 'module = "model:model"', "generate": "draft_tokens = 3"}
+        sizes = {"batch": (2,), "prompt": (8,), "context": (CONTEXT,)}
+        manifest = directory / "manifest.toml"
+        write_manifest(manifest, name="state_space", **lines, **sizes)
+        run("build", manifest, "-o", directory, quick=True)
 
     return once("state_space", build) / "state_space"
 

@@ -4,10 +4,9 @@ import json
 
 import pytest
 from tests.extent import cases
+from tests.manifests import write_manifest
 
 from prejit.runtime import load
-
-from .conftest import write_manifest
 
 TARGETS = cases(["cpu-host"], others=["cpu-x86-64-v3", "cpu-x86-64-v2"])
 

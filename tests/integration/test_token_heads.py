@@ -7,7 +7,6 @@ import pytest
 from tests.encoders import write_heads
 
 from prejit.compiler.models.families.token_heads import token_heads
-from prejit.runtime import load
 from prejit.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.thorough
@@ -20,14 +19,8 @@ WEIGHTS = (
 )
 """As FlagEmbedding defines them, by torch: the largest of a token, without those of special tokens."""
 VECTOR = [
-    0.0533545,
-    -0.4452505,
-    0.2440935,
-    -0.2052647,
-    -0.4235003,
-    -0.4627869,
-    -0.4922198,
-    0.2477612,
+    *(0.0533545, -0.4452505, 0.2440935, -0.2052647),
+    *(-0.4235003, -0.4627869, -0.4922198, 0.2477612),
 ]
 """The vector of the second text's first token after [CLS]."""
 SCORE = 0.8335326
@@ -35,19 +28,9 @@ SCORE = 0.8335326
 
 
 @pytest.fixture(scope="module")
-def bundle(run, once):
-    def make(directory):
-        (directory / "model").mkdir()
-        write_heads(directory / "model")
-        manifest = directory / "heads.toml"
-        manifest.write_text(
-            '[bundle]\nname = "heads"\n[model]\nsource = "model"\n'
-            '[encode]\nshapes = [[1, 8], [4, 16]]\nheads = ["sparse", "multi_vector"]\n'
-            '[[target]]\nname = "cpu-host"\n'
-        )
-        run("build", manifest, "-o", directory, quick=True)
-
-    return load(once("letters-heads", make) / "heads")
+def bundle(of_letters):
+    keys = 'shapes = [[1, 8], [4, 16]]\nheads = ["sparse", "multi_vector"]'
+    return of_letters("heads", write_heads, keys)
 
 
 def check(encoded, order=(0, 1, 2)):

@@ -5,26 +5,13 @@ import shutil
 
 import pytest
 from tests import own_decoders
-
-from .conftest import functions_manifest
+from tests.manifests import functions_manifest, write_manifest
 
 FUNCTIONS = {
     "f": 'function = "one:f"; args = ["float32[3]"]',
     "g": 'function = "one:g"; args = ["float32[3]"]',
     "h": 'function = "two:h"; args = ["float32[{n}]"]; buckets = { n = [1, 2] }',
 }
-DECODER = """
-[bundle]
-name = "own"
-[model]
-module = "own_decoders:equinox_decoder"
-[generate]
-batch = [1]
-prompt = [8]
-context = [32]
-[[target]]
-name = "cpu-x86-64-v3"
-"""
 NOOP = """
 import json, sys
 from prejit.runtime.__main__ import main
@@ -64,7 +51,9 @@ def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
 @pytest.mark.thorough
 def test_a_decoder_of_the_user_is_not_imported_again(run, python, build_cache, tmp_path):
     shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
-    (tmp_path / "own.toml").write_text(DECODER)
+    module = 'module = "own_decoders:equinox_decoder"'
+    more = {"prompt": (8,), "context": (32,), "targets": ("cpu-x86-64-v3",)}
+    write_manifest(tmp_path / "own.toml", model=module, **more)
     options = ("-o", tmp_path / "out", "--no-measure")
     run("build", tmp_path / "own.toml", *options, quick=False)
     found = noop(python, run, build_cache, tmp_path, "own.toml")

@@ -3,20 +3,16 @@
 PEFT named the tensors: the record holds adapter_config.json, names and shapes beside the logits.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from .cases import Case, Config
+from .cases import Case
 
 STEPS = 8
 """Steps whose logits are recorded."""
@@ -34,20 +30,19 @@ class Adapted:
     """
 
     base: Case
-    adapters: tuple[Config, ...]
+    adapters: tuple[dict, ...]
 
     @property
-    def name(self) -> str:
-        """That of the model."""
+    def name(self):
         return self.base.name
 
     @property
-    def following(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def following(self):
         """Int32 [STEPS - 1]: the tokens after the prompt."""
         random = np.random.default_rng([self.base.seed, 1])
         return random.integers(0, self.base.config["vocab_size"], STEPS - 1, dtype=np.int32)
 
-    def write(self, directory: Path, recorded: Mapping[int, Any] | None = None) -> tuple[Path, ...]:
+    def write(self, directory, recorded=None):
         """Writes the model into base/ and the adapters beside it, as recorded. Returns their directories."""
         self.base.write(directory / "base")
         made = []
@@ -62,7 +57,7 @@ class Adapted:
         return tuple(made)
 
 
-def write_adapter(directory: Path, config: Config, shapes: Mapping[str, Any], seed: int) -> None:
+def write_adapter(directory, config, shapes, seed):
     """Writes an adapter as PEFT's save_pretrained would."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -70,14 +65,14 @@ def write_adapter(directory: Path, config: Config, shapes: Mapping[str, Any], se
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _values(name, shape, seed):
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = random.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
     return values + np.float32(name.endswith(("norm.weight", "lora_magnitude_vector")))
 
 
 @cache
-def _recorded() -> dict[str, str]:
+def _recorded():
     with np.load(REFERENCE) as recorded:
         return {key: str(recorded[key]) for key in recorded if "/" in key}
 
@@ -96,7 +91,7 @@ _SIZES = {
 }
 
 
-def _base(family: str, kind: str, seed: int, **others: Any) -> Case:
+def _base(family, kind, seed, **others):
     config = {"model_type": family, "architectures": [f"{kind}ForCausalLM"], **_SIZES, **others}
     return Case(f"{family}-{seed}", config, seed)
 

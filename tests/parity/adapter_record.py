@@ -3,23 +3,18 @@
 python -m tests.parity.adapter_record          # needs torch, transformers, peft; writes an .npz file
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
-from .adapter_cases import CASES, REFERENCE, STEPS, Adapted
+from .adapter_cases import CASES, REFERENCE, STEPS
 from .record import torch_model
 
-Logits = np.ndarray[Any, np.dtype[np.float32]]
 
-
-def merged_logits(case: Adapted, directory: Path, adapters: tuple[Path, ...]) -> Logits:
+def merged_logits(case, directory, adapters):
     """Float32 [STEPS, V]: after the prompt and each token that follows it."""
     import torch
     from peft import PeftModel
@@ -29,11 +24,10 @@ def merged_logits(case: Adapted, directory: Path, adapters: tuple[Path, ...]) ->
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     tokens = torch.from_numpy(np.concatenate([case.base.prompt, case.following])).long()
     with torch.no_grad():
-        result: Logits = model(tokens[None], use_cache=False).logits[0, -STEPS:].numpy()
-    return result
+        return model(tokens[None], use_cache=False).logits[0, -STEPS:].numpy()
 
 
-def published(case: Adapted, place: int, directory: Path) -> dict[str, Any]:
+def published(case, place, directory):
     """What PEFT writes for an adapter: its configuration, and the names and shapes of its tensors."""
     from peft import LoraConfig, get_peft_model
 
@@ -49,7 +43,7 @@ def published(case: Adapted, place: int, directory: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    recorded: dict[str, Any] = {}
+    recorded = {}
     for case in CASES:
         with tempfile.TemporaryDirectory() as temporary:
             directory = Path(temporary)

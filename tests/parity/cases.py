@@ -61,7 +61,6 @@ class Case:
         write_checkpoint(directory, self.config, tensors)
 
     def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The values of a tensor."""
         return _values(name, shape, self.seed)
 
     @property
@@ -78,7 +77,6 @@ def write_checkpoint(directory: Path, config: Config, tensors: dict[str, Any]) -
 
 
 def cases() -> tuple[Case, ...]:
-    """All of them, in a fixed order."""
     made = (
         *_gpt2(12),
         *_llama(24),
@@ -477,5 +475,4 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.
 
 
 def pick(random: np.random.Generator, options: list[Any]) -> Any:
-    """One of the options."""
     return options[random.integers(len(options))]

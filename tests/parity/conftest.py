@@ -1,16 +1,22 @@
 """Both ways to compute a model: as the portable program does, and with the native kernels."""
 
-from __future__ import annotations
-
+import numpy as np
 import pytest
-
-from prejit.compiler.models.layers.product_forms import Forms
 
 
 @pytest.fixture(params=["portable", "kernels"])
-def forms(request: pytest.FixtureRequest) -> Forms | None:
+def forms(request):
     """What models are traced with."""
     if request.param == "portable":
         return None
-    forms: Forms = request.getfixturevalue("with_kernels")
-    return forms
+    return request.getfixturevalue("with_kernels")
+
+
+@pytest.fixture(scope="module")
+def reference(request):
+    """What torch gave: all that the REFERENCES of a module hold."""
+    found = {}
+    for file in request.module.REFERENCES:
+        with np.load(file) as recorded:
+            found |= recorded
+    return found

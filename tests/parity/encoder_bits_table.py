@@ -7,8 +7,6 @@ lines. The other encoders have random weights. Each row: encoder, dtype, the lea
 decided nothing with all matrices in the dtype, the same as chosen, bits of a weight, matrices by dtype.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -31,7 +29,7 @@ MODULES = [
 ]
 
 
-def pooled(directory: Path) -> Path:
+def pooled(directory):
     """Add the modules of mean pooling to a model, which is returned."""
     width = json.loads((directory / "config.json").read_text())["hidden_size"]
     (directory / "modules.json").write_text(json.dumps(MODULES))
@@ -41,7 +39,7 @@ def pooled(directory: Path) -> Path:
     return directory
 
 
-def row(name: str, directory: Path, dtype: str, text: Path | None = None) -> str:
+def row(name, directory, dtype, text=None):
     """Return a row of the table."""
     checkpoint, source = open_encoder(directory, out_in=True), config_file.load_encoder(directory)
     shape = model_registry.describe_encoder(source)
@@ -72,7 +70,7 @@ def row(name: str, directory: Path, dtype: str, text: Path | None = None) -> str
     return f"{name} | {dtype} | {before:.5f} | {after:.5f} | {quantizing.described(stored)}"
 
 
-def main(stories: Path, text: Path) -> None:
+def main(stories, text):
     """Print the table."""
     with tempfile.TemporaryDirectory() as directory:
         at = Path(directory)

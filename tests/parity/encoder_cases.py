@@ -3,11 +3,8 @@
 No JAX, no torch.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ REFERENCE = Path(__file__).parent / "encoder_reference.npz"
 COUNT = 12
 """Cases of each kind."""
 
-Shapes = dict[str, tuple[int, ...]]
 
 POOLING = (
     "cls_token",
@@ -63,7 +59,7 @@ class Case:
     normalize: bool = False
 
     @property
-    def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def tokens(self):
         """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
         random = np.random.default_rng([self.seed, 0])
         tokens = random.integers(3, self.config["vocab_size"], (ROWS, TOKENS), dtype=np.int32)
@@ -73,12 +69,12 @@ class Case:
         return tokens
 
     @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def lengths(self):
         """Int32 [ROWS]."""
         random = np.random.default_rng([self.seed, 1])
         return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory):
         """Writes the checkpoint as torch's save_pretrained or sentence-transformers' save would."""
         shapes = (
             _distilbert_shapes(self.config)
@@ -95,7 +91,7 @@ class Case:
         if self.pooling:
             self._write_modules(directory)
 
-    def _write_modules(self, directory: Path) -> None:
+    def _write_modules(self, directory):
         kinds = ["Transformer", "Pooling", *["Dense"] * len(self.dense)]
         kinds += ["Normalize"] * self.normalize
         modules = [
@@ -108,7 +104,7 @@ class Case:
             for place, kind in enumerate(kinds)
         ]
         (directory / "modules.json").write_text(json.dumps(modules))
-        pooling: dict[str, Any] = {f"pooling_mode_{mode}": mode in self.pooling for mode in POOLING}
+        pooling = {f"pooling_mode_{mode}": mode in self.pooling for mode in POOLING}
         pooling["word_embedding_dimension"] = self.width
         pooling["include_prompt"] = True
         (directory / "1_Pooling").mkdir(exist_ok=True)
@@ -131,11 +127,11 @@ class Case:
         (directory / "sentence_bert_config.json").write_text(json.dumps(said))
 
     @property
-    def width(self) -> int:
+    def width(self):
         """Of hidden states."""
         return int(self.config.get("hidden_size", self.config.get("dim")))
 
-    def _values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def _values(self, name, shape):
         """Values large enough that each part of the model shows in the result."""
         random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         values = random.standard_normal(shape, dtype=np.float32)
@@ -146,14 +142,13 @@ class Case:
         )
 
 
-def cases() -> tuple[Case, ...]:
-    """All of them, in a fixed order."""
+def cases():
     families = ("bert", "roberta", "distilbert")
     plain = [_plain(family, number) for family in families for number in range(COUNT)]
     return (*plain, *_sentences(families))
 
 
-def _plain(family: str, number: int) -> Case:
+def _plain(family, number):
     random = np.random.default_rng([zlib.crc32(family.encode()), number])
     heads, size = pick(random, [1, 2, 3, 5]), pick(random, [2, 3, 4, 8])
     activation = ("gelu", "gelu_new", "relu", "silu")[number % (2 if family == "distilbert" else 4)]
@@ -194,15 +189,15 @@ def _plain(family: str, number: int) -> Case:
     )
 
 
-def _sentences(families: tuple[str, ...]) -> Iterator[Case]:
+def _sentences(families):
     for number in range(COUNT):
         family = families[number % 3]
         base = _plain(family, number + 20)
-        pooling: tuple[str, ...] = (POOLING[number % len(POOLING)],)
+        pooling = (POOLING[number % len(POOLING)],)
         if number >= 9:
             pooling = POOLING[number % 3 :: 2]
         width = base.width * len(pooling)
-        dense: tuple[tuple[int, int, bool, str], ...] = ()
+        dense = ()
         if number % 2:
             dense = ((width, 7, number % 4 == 1, ACTIVATIONS[number // 2 % len(ACTIVATIONS)]),)
         if number == 11:
@@ -217,9 +212,9 @@ def _sentences(families: tuple[str, ...]) -> Iterator[Case]:
         )
 
 
-def _bert_shapes(config: dict[str, Any]) -> Shapes:
+def _bert_shapes(config):
     width, inner = config["hidden_size"], config["intermediate_size"]
-    shapes: Shapes = {
+    shapes = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),
         "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
         "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], width),
@@ -236,9 +231,9 @@ def _bert_shapes(config: dict[str, Any]) -> Shapes:
     return shapes
 
 
-def _distilbert_shapes(config: dict[str, Any]) -> Shapes:
+def _distilbert_shapes(config):
     width, inner = config["dim"], config["hidden_dim"]
-    shapes: Shapes = {
+    shapes = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),
         "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
         **norm("embeddings.LayerNorm", width),
@@ -252,7 +247,7 @@ def _distilbert_shapes(config: dict[str, Any]) -> Shapes:
     return shapes
 
 
-def _head_shapes(config: dict[str, Any], prefix: str) -> Shapes:
+def _head_shapes(config, prefix):
     """A pooler and a masked-LM head by their published names."""
     width = config.get("hidden_size", config.get("dim"))
     assert isinstance(width, int)
@@ -263,5 +258,5 @@ def _head_shapes(config: dict[str, Any], prefix: str) -> Shapes:
     return _linear(f"{prefix}pooler.dense", width, width) | _linear(head, width, width)
 
 
-def _linear(name: str, inputs: int, outputs: int) -> Shapes:
+def _linear(name, inputs, outputs):
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}

@@ -4,8 +4,6 @@ A case is a configuration. Each tensor's values follow from its published name a
 module and ours have the same values if they have the same tensors.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,27 +33,27 @@ class FamilyCase:
     seed: int
 
     @property
-    def scores(self) -> bool:
+    def scores(self):
         """Whether the model scores texts."""
         return bool(self.config["architectures"][0].endswith("ForSequenceClassification"))
 
     @property
-    def given(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def given(self):
         """Tokens as our models are given them: with the size of the vocabulary added in a second text."""
         if self.segments is None:
             return self.tokens
-        added: np.ndarray[Any, np.dtype[np.int32]] = self.segments * self.config["vocab_size"]
+        added = self.segments * self.config["vocab_size"]
         return self.tokens + added.astype(np.int32)
 
     @property
-    def segments(self) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    def segments(self):
         """Int32 [ROWS, TOKENS] of a pair of texts; None: the family is not given them."""
         if not self.scores or self.config["model_type"] not in ("bert", "electra", "nomic_bert"):
             return None
         return np.broadcast_to((np.arange(TOKENS) >= 5).astype(np.int32), (ROWS, TOKENS))
 
     @property
-    def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def tokens(self):
         """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
         random = np.random.default_rng([self.seed, 0])
         padding = self.config["pad_token_id"]
@@ -64,12 +62,12 @@ class FamilyCase:
         return tokens
 
     @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def lengths(self):
         """Int32 [ROWS]."""
         random = np.random.default_rng([self.seed, 1])
         return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
 
-    def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def values(self, name, shape):
         """Values of a tensor, large enough that each part of the model shows in the result.
 
         The name is the published one, without the prefix of the transformer.
@@ -81,7 +79,7 @@ class FamilyCase:
         is_norm = "norm" in name.lower() and name.endswith("weight")
         return values * np.float32(0.2) + np.float32(is_norm and self.norms_begin_at)
 
-    def published(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def published(self, name, shape):
         """Values of a tensor of a file, which has other names than torch's module if it is nomic-bert's."""
         if self.config["model_type"] == "nomic_bert":
             for old, new in _NOMIC_NAMES:
@@ -93,13 +91,12 @@ class FamilyCase:
         return np.concatenate([self.values(each, part) for each in names])
 
     @property
-    def norms_begin_at(self) -> float:
+    def norms_begin_at(self):
         """The mean of the scales of norms as they are published: Gemma's are minus 1."""
         return 0.0 if self.config["model_type"].startswith("gemma") else 1.0
 
 
-def family_cases() -> tuple[FamilyCase, ...]:
-    """All of them, in a fixed order."""
+def family_cases():
     made = []
     for number, (name, changes) in enumerate(_FAMILIES):
         for at, sizes in enumerate(_SIZES):
@@ -120,7 +117,7 @@ def family_cases() -> tuple[FamilyCase, ...]:
     return tuple(made)
 
 
-def wide_cases() -> tuple[FamilyCase, ...]:
+def wide_cases():
     """An encoder and a decoder that embeds, whose matrices are large enough for int4."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4}
@@ -138,7 +135,7 @@ _SIZES = (
     {"hidden_size": 20, "num_attention_heads": 5, "intermediate_size": 24, "num_hidden_layers": 2},
 )
 _COMMON = {"vocab_size": 61, "max_position_embeddings": 48, "pad_token_id": 1}
-_FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
+_FAMILIES = (
     ("xlm-roberta", {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}),
     ("camembert", {"model_type": "camembert", "architectures": ["CamembertModel"]}),
     ("mpnet", {"model_type": "mpnet", "architectures": ["MPNetModel"]}),

@@ -3,23 +3,18 @@
 python -m tests.parity.encoder_family_record      # needs torch, transformers; writes the .npz
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 from .encoder_family_cases import (
     REFERENCE,
     TOKENS,
     WIDE_REFERENCE,
-    FamilyCase,
     family_cases,
     wide_cases,
 )
 
 
-def torch_result(case: FamilyCase) -> np.ndarray[Any, np.dtype[np.float32]]:
+def torch_result(case):
     """Hidden states float32 [ROWS, TOKENS, D], zero behind each row's length; or scores [ROWS, labels]."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
@@ -40,11 +35,10 @@ def torch_result(case: FamilyCase) -> np.ndarray[Any, np.dtype[np.float32]]:
     with torch.no_grad():
         found = model(torch.from_numpy(case.tokens).long(), attention_mask=mask, **given)
     wanted = found.logits if case.scores else found.last_hidden_state * mask[..., None]
-    result: np.ndarray[Any, np.dtype[np.float32]] = wanted.numpy()
-    return result
+    return wanted.numpy()
 
 
-def main() -> None:
+def main():
     """Writes the references: of wide cases the means of valid tokens."""
     recorded = {case.name: torch_result(case) for case in family_cases()}
     wide = {case.name: torch_result(case).sum(1) / case.lengths[:, None] for case in wide_cases()}

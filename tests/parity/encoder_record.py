@@ -6,18 +6,15 @@ Modules that follow the transformer are written here in torch, from the definiti
 (sentence_transformers/models/Pooling.py, Dense.py, Normalize.py), which need not be installed.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .encoder_cases import REFERENCE, TOKENS, Case, cases
+from .encoder_cases import REFERENCE, TOKENS, cases
 
 
-def torch_result(case: Case, directory: Path) -> np.ndarray[Any, np.dtype[np.float32]]:
+def torch_result(case, directory):
     """Hidden states float32 [ROWS, TOKENS, D], zero behind each row's length; or embeddings [ROWS, D']."""
     import torch
     from transformers import AutoModel
@@ -37,11 +34,10 @@ def torch_result(case: Case, directory: Path) -> np.ndarray[Any, np.dtype[np.flo
         wanted = (
             _embedding(case, directory, hidden, mask) if case.pooling else hidden * mask[..., None]
         )
-    found: np.ndarray[Any, np.dtype[np.float32]] = wanted.numpy()
-    return found
+    return wanted.numpy()
 
 
-def _embedding(case: Case, directory: Path, hidden: Any, mask: Any) -> Any:
+def _embedding(case, directory, hidden, mask):
     import torch
     from safetensors.torch import load_file
 
@@ -65,8 +61,7 @@ def _embedding(case: Case, directory: Path, hidden: Any, mask: Any) -> Any:
     return torch.nn.functional.normalize(x, p=2, dim=1) if case.normalize else x
 
 
-def main() -> None:
-    """Writes REFERENCE."""
+def main():
     with tempfile.TemporaryDirectory() as directory:
         recorded = {case.name: torch_result(case, Path(directory, case.name)) for case in cases()}
     np.savez_compressed(REFERENCE, **recorded)  # type: ignore[arg-type]

@@ -1,33 +1,19 @@
 """What our encoders give, in the form in which torch's results are recorded."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import jax
 import numpy as np
 from flax import nnx
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
 from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.layers.product_forms import Forms, using
+from prejit.compiler.models.layers.product_forms import using
 from prejit.compiler.models.parameters import with_parameters
 
-Values = np.ndarray[Any, np.dtype[np.float32]]
 PADDING = 5
 """How many more tokens of padding stand behind every row than torch had."""
 
 
-def encoder_results(
-    directory: Path,
-    tokens: Any,
-    lengths: Any,
-    forms: Forms | None,
-    *,
-    pooled: bool,
-    packed: bool = False,
-) -> Values:
+def encoder_results(directory, tokens, lengths, forms, *, pooled, packed=False):
     """As torch_result; with more padding behind every row and a row without any token, or all rows packed."""
     out_in = forms is not None
     checkpoint = open_encoder(directory, out_in=out_in)
@@ -40,11 +26,10 @@ def encoder_results(
         joined = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
         padded = np.pad(joined, (0, PADDING), constant_values=5)[None]
 
-    def run(weights: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    def run(weights, tokens, length):
         module = nnx.merge(graph, with_parameters(state, weights))
         with using(forms):
-            result: jax.Array = (module if pooled else module.hidden)(tokens, length)
-        return result
+            return (module if pooled else module.hidden)(tokens, length)
 
     result = np.asarray(jax.jit(run)(weights, padded, length))
     assert np.isfinite(result).all(), "a row of padding alone must not be NaN"

@@ -1,21 +1,17 @@
 """Small models whose matrices are published in few bits, packed element by element. No JAX, no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .cases import Config, write_checkpoint
+from .cases import write_checkpoint
 
 REFERENCE = Path(__file__).parent / "few_bits_reference.npz"
 PROMPT, STEPS = 9, 12
 """Tokens of the prompt, and greedy ones after it."""
 
-Arrays = dict[str, np.ndarray[Any, Any]]
-LLAMA: Config = {
+LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 37},
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "pad_token_id": 0},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
@@ -32,8 +28,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_
 class Packed:
     """A matrix in few bits, and the float32 values that it stands for."""
 
-    tensors: Arrays
-    values: np.ndarray[Any, Any]
+    tensors: dict
+    values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -47,27 +43,27 @@ class FewBits:
     """
 
     name: str
-    settings: Config
+    settings: dict
     seed: int
 
     @property
-    def config(self) -> Config:
+    def config(self):
         """Of config.json, without quantization."""
         return LLAMA
 
     @property
-    def prompt(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def prompt(self):
         """Int32 [PROMPT]."""
         random = np.random.default_rng([self.seed, 0])
         return random.integers(0, LLAMA["vocab_size"], PROMPT, dtype=np.int32)
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory):
         """Writes the checkpoint in float32."""
         others, matrices = self.tensors()
         wide = {f"{name}.weight": each.values for name, each in matrices.items()}
         write_checkpoint(directory, LLAMA, others | wide)
 
-    def write_packed(self, directory: Path) -> dict[str, Packed]:
+    def write_packed(self, directory):
         """Writes the checkpoint in few bits, and returns its matrices."""
         others, matrices = self.tensors()
         packed = {
@@ -79,7 +75,7 @@ class FewBits:
         write_checkpoint(directory, config, others | packed)
         return matrices
 
-    def tensors(self) -> tuple[Arrays, dict[str, Packed]]:
+    def tensors(self):
         """The tensors in float32, and the packed matrices."""
         random = np.random.default_rng(self.seed)
         others = {
@@ -98,8 +94,7 @@ class FewBits:
         return {name: values.astype(np.float32) for name, values in others.items()}, matrices
 
 
-def cases() -> tuple[FewBits, ...]:
-    """All of them."""
+def cases():
     other = GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}
     return (
         FewBits("gptq", GPTQ, 1),
@@ -110,9 +105,7 @@ def cases() -> tuple[FewBits, ...]:
     )
 
 
-def integers(
-    random: np.random.Generator, outputs: int, inputs: int, settings: Config
-) -> tuple[Any, Any, Any]:
+def integers(random, outputs, inputs, settings):
     """Return integers [out, in], zero points [out, groups] and scales of a matrix, at random."""
     bits, size = settings["bits"], settings["group_size"]
     groups = 1 if size == -1 else inputs // size
@@ -124,7 +117,7 @@ def integers(
     return found, zeros, scales.astype(np.float16)
 
 
-def words(values: Any, axis: int, bits: int, order: Any = None) -> Any:
+def words(values, axis, bits, order=None):
     """Return integers in words of 32 bits along an axis, one element after the other."""
     values, each = np.moveaxis(values, axis, 0), 32 // bits
     found = np.zeros((-(-len(values) // each), *values.shape[1:]), np.uint32)
@@ -134,7 +127,7 @@ def words(values: Any, axis: int, bits: int, order: Any = None) -> Any:
     return np.moveaxis(found, 0, axis).view(np.int32)
 
 
-def gptq(random: np.random.Generator, outputs: int, inputs: int, settings: Config) -> Packed:
+def gptq(random, outputs, inputs, settings):
     """Return a matrix as AutoGPTQ and GPTQModel write it."""
     found, zeros, scales = integers(random, outputs, inputs, settings)
     bits, groups = settings["bits"], scales.shape[1]
@@ -157,7 +150,7 @@ def gptq(random: np.random.Generator, outputs: int, inputs: int, settings: Confi
     return Packed(tensors, wide)
 
 
-def awq(random: np.random.Generator, outputs: int, inputs: int, settings: Config) -> Packed:
+def awq(random, outputs, inputs, settings):
     """Return a matrix as AutoAWQ writes it."""
     found, zeros, scales = integers(random, outputs, inputs, settings)
     size, order = settings["group_size"], [0, 2, 4, 6, 1, 3, 5, 7]

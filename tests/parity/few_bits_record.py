@@ -4,34 +4,26 @@ python -m tests.parity.few_bits_record
 # needs torch, transformers, compressed-tensors and bitsandbytes; writes few_bits_reference.npz
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .few_bits_cases import LLAMA, REFERENCE, STEPS, FewBits, cases
+from .few_bits_cases import LLAMA, REFERENCE, STEPS, cases
 
 OUTPUTS, INPUTS = 40, 96
 """Of the matrices: no power of two."""
 
-Recorded = tuple[str, dict[str, Any], dict[str, Any], Any]
-"""The name of a case, its `quantization_config`, the tensors of the matrix, and its values."""
 
-
-def _matrix(seed: int, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Any:
+def _matrix(seed, outputs=OUTPUTS, inputs=INPUTS):
     import torch
 
     random = np.random.default_rng(seed)
     return torch.from_numpy(random.standard_normal((outputs, inputs), np.float32))
 
 
-def _compressed() -> Iterator[Recorded]:
-    """Matrices of compressed-tensors."""
+def _compressed():
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -102,7 +94,7 @@ def _compressed() -> Iterator[Recorded]:
         yield f"compressed-{name}", settings, packed, kind.decompress(wide, scheme)["weight"]
 
 
-def _fp8() -> Iterator[Recorded]:
+def _fp8():
     """Matrices of transformers' FP8."""
     import torch
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -122,8 +114,7 @@ def _fp8() -> Iterator[Recorded]:
         yield f"fp8-{name}", settings, tensors, wide
 
 
-def _bitsandbytes() -> Iterator[Recorded]:
-    """Matrices of bitsandbytes."""
+def _bitsandbytes():
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
 
@@ -142,7 +133,7 @@ def _bitsandbytes() -> Iterator[Recorded]:
     yield "bitsandbytes-int8", {**common, "load_in_8bit": True}, tensors, wide
 
 
-def _torch_logits(case: FewBits) -> Any:
+def _torch_logits(case):
     import torch
     import transformers
 
@@ -158,11 +149,10 @@ def _torch_logits(case: FewBits) -> Any:
     return torch.cat(steps).numpy()
 
 
-def main() -> None:
-    """Write the reference."""
+def main():
     from safetensors.torch import save
 
-    recorded: dict[str, Any] = {}
+    recorded = {}
     for name, settings, tensors, values in (*_compressed(), *_fp8(), *_bitsandbytes()):
         content = save({f"m.{key}": value.contiguous() for key, value in tensors.items()})
         recorded[f"{name}/tensors"] = np.frombuffer(content, np.uint8)

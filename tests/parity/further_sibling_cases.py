@@ -1,17 +1,11 @@
 """Small random checkpoints of the decoders like Llama, and of the older ones (see sibling_cases.py)."""
 
-from __future__ import annotations
-
-import numpy as np
-
-from .cases import ACTIVATIONS, POSITIONS, Config, pick
+from .cases import ACTIVATIONS, POSITIONS, pick
 from .sibling_cases import (
     ATTENTION,
     BOTH,
     FURTHER_REFERENCE,
     REMOVED,
-    Family,
-    Sibling,
     cases_of,
     combined,
     experts,
@@ -26,19 +20,18 @@ from .sibling_cases import (
 REFERENCE = FURTHER_REFERENCE
 
 
-def cases() -> tuple[Sibling, ...]:
-    """All of them, in a fixed order."""
+def cases():
     return cases_of(FAMILIES, _SEEDS)
 
 
-_SEEDS: dict[str, int] = {}
+_SEEDS = {}
 """Of cases where, with another seed, rounding would decide a token: see record.py."""
 
 _OF_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 _OF_LLAMA = (*_OF_ROPE, "rms_norm_eps", "intermediate_size", "num_key_value_heads", "hidden_act")
 
 
-def _gpt(number: int, random: np.random.Generator, config: Config) -> Config:
+def _gpt(number, random, config):
     """Sizes under GPT-2's names."""
     heads = config["num_attention_heads"]
     of_sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -54,7 +47,7 @@ def _gpt(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _falcon(number: int, random: np.random.Generator, config: Config) -> Config:
+def _falcon(number, random, config):
     """Each of the three orders of queries and keys in one matrix."""
     return {
         **dict.fromkeys((key for key in _OF_LLAMA if key not in _OF_ROPE), REMOVED),
@@ -69,7 +62,7 @@ def _falcon(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _neo(number: int, random: np.random.Generator, config: Config) -> Config:
+def _neo(number, random, config):
     """Windows in some layers."""
     heads, kinds = config["num_attention_heads"], [["global", "local"], ["local", "global"]]
     return {
@@ -85,7 +78,7 @@ def _neo(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _opt(number: int, random: np.random.Generator, config: Config) -> Config:
+def _opt(number, random, config):
     return {
         **dict.fromkeys(_OF_LLAMA, REMOVED),
         "ffn_dim": pick(random, [13, 24, 40]),
@@ -94,11 +87,11 @@ def _opt(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _thetas(number: int, random: np.random.Generator, config: Config) -> Config:
+def _thetas(number, random, config):
     return {"layer_rope_theta": [None, [0, 100.0, 5000.0], [700.0, 0, 700.0]][number]}
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES = {
     "exaone": ("Exaone", sizes_of_heads),
     "falcon": ("Falcon", _falcon),
     "glm4_moe_lite": (

@@ -1,17 +1,11 @@
 """Small random checkpoints of the decoders with layers that keep a state (see sibling_cases.py)."""
 
-from __future__ import annotations
-
-import numpy as np
-
-from .cases import Config, pick
+from .cases import pick
 from .sibling_cases import (
     ATTENTION,
     BOTH,
     HYBRID_REFERENCE,
     REMOVED,
-    Family,
-    Sibling,
     cases_of,
     combined,
     experts,
@@ -25,12 +19,11 @@ from .sibling_cases import (
 REFERENCE = HYBRID_REFERENCE
 
 
-def cases() -> tuple[Sibling, ...]:
-    """All of them, in a fixed order."""
+def cases():
     return cases_of(FAMILIES, _SEEDS)
 
 
-def _mamba2(number: int, random: np.random.Generator, config: Config) -> Config:
+def _mamba2(number, random, config):
     """Heads of Mamba-2 in one, two or as many groups as attention has heads."""
     heads = config["num_attention_heads"]
     return {
@@ -46,7 +39,7 @@ def _mamba2(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _granite4(number: int, random: np.random.Generator, config: Config) -> Config:
+def _granite4(number, random, config):
     """Mamba-2 in the first layer, in the last one, and in between; the first without experts."""
     layers = [["mamba", "attention"], ["attention", "mamba"], ["mamba", "attention", "mamba"]]
     return {
@@ -59,7 +52,7 @@ def _granite4(number: int, random: np.random.Generator, config: Config) -> Confi
     }
 
 
-def _falcon_h1(number: int, random: np.random.Generator, config: Config) -> Config:
+def _falcon_h1(number, random, config):
     keys = ("key", "attention_in", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head")
     return {
         **{f"{key}_multiplier": pick(random, [0.5, 0.75, 1.25, 1.5]) for key in keys},
@@ -73,7 +66,7 @@ def _falcon_h1(number: int, random: np.random.Generator, config: Config) -> Conf
     }
 
 
-def _mamba2_alone(number: int, random: np.random.Generator, config: Config) -> Config:
+def _mamba2_alone(number, random, config):
     of_attention = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     of_rope = ("max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling")
     heads = config["num_attention_heads"]
@@ -89,7 +82,7 @@ def _mamba2_alone(number: int, random: np.random.Generator, config: Config) -> C
     }
 
 
-def _lfm2_moe(number: int, random: np.random.Generator, config: Config) -> Config:
+def _lfm2_moe(number, random, config):
     """Convolutions, and a layer without experts, or none."""
     kinds = ["conv", "full_attention", "conv", "full_attention"]
     layers = [kinds[:2], kinds[:3], kinds[1:]][number]
@@ -107,10 +100,10 @@ def _lfm2_moe(number: int, random: np.random.Generator, config: Config) -> Confi
     }
 
 
-def _nemotron_h(number: int, random: np.random.Generator, config: Config) -> Config:
+def _nemotron_h(number, random, config):
     """Layers of every kind; the first by the pattern of older files."""
     mamba, attention, mlp, moe = "linear_attention", "full_attention", "mlp", "moe"
-    layers: Config = [
+    layers = [
         {"hybrid_override_pattern": "ME*-M"},
         {"layers_block_type": [attention, moe, mamba]},
         {"layers_block_type": [mamba, mlp, moe, attention]},
@@ -141,7 +134,7 @@ def _nemotron_h(number: int, random: np.random.Generator, config: Config) -> Con
     }
 
 
-def _delta(number: int, random: np.random.Generator, config: Config) -> Config:
+def _delta(number, random, config):
     """The gated delta rule in the first layer, in the last one, and in between."""
     delta, attention = "linear_attention", "full_attention"
     layers = [[delta, attention], [attention, delta], [delta, attention, delta]][number]
@@ -161,7 +154,7 @@ def _delta(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _mrope(number: int, random: np.random.Generator, config: Config) -> Config:
+def _mrope(number, random, config):
     """Three kinds of positions, which are alike in a text."""
     parameters = {
         **{"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
@@ -174,7 +167,7 @@ def _mrope(number: int, random: np.random.Generator, config: Config) -> Config:
 _SHARED = given(shared_expert_intermediate_size=[9, 6, 16])
 _QWEN_EXPERTS = experts("num_experts", "moe_intermediate_size")
 
-FAMILIES: dict[str, Family] = {
+FAMILIES = {
     "bamba": (
         "Bamba",
         combined(
@@ -237,7 +230,7 @@ FAMILIES: dict[str, Family] = {
 
 MODEL_TYPES = {str(case.config["model_type"]) for case in cases_of(FAMILIES, {})}
 
-_SEEDS: dict[str, int] = {
+_SEEDS = {
     "qwen3_5-0": 5032,
     "qwen3_5-1": 5002,
     "qwen3_5-2": 5004,

@@ -4,13 +4,10 @@ A case is a configuration and the settings of an image processor. Each tensor's 
 published name and its shape. The reference has the names and shapes of all tensors that torch publishes.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +16,6 @@ from .cases import write_checkpoint
 REFERENCE = Path(__file__).parent / "image_reference.npz"
 PICTURES = ((40, 30), (21, 57), (9, 11))
 """Height and width of each picture of a case; the last is smaller than what models are given."""
-
-Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,12 +30,12 @@ class ImageCase:
     """
 
     name: str
-    config: Config
-    processor: Config = field(default_factory=dict)
+    config: dict
+    processor: dict = field(default_factory=dict)
     seed: int = 0
 
     @property
-    def texts(self) -> list[list[int]]:
+    def texts(self):
         """Token ids, each text with its end; none for a model that reads images alone."""
         if "text_config" not in self.config:
             return []
@@ -48,7 +43,7 @@ class ImageCase:
         most, end = text["max_position_embeddings"], text["vocab_size"] - 1
         return [[*random.integers(3, end, n).tolist(), end] for n in (1, 5, most - 1)]
 
-    def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def values(self, name, shape):
         """Values of a published tensor, large enough that each part of the model shows in the result."""
         random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         values = random.standard_normal(shape, dtype=np.float32)
@@ -57,7 +52,7 @@ class ImageCase:
         is_factor = "norm" in name.lower() or "lambda" in name or "scale" in name
         return values * np.float32(0.2) + np.float32(is_factor and not name.endswith("bias"))
 
-    def write(self, directory: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    def write(self, directory, tensors):
         """Write the model as torch's save_pretrained would, with these tensors, and its pictures."""
         values = {name: np.asarray(self.values(name, shape)) for name, shape in tensors.items()}
         write_checkpoint(directory, self.config, values)
@@ -65,7 +60,7 @@ class ImageCase:
         (directory / "preprocessor_config.json").write_text(text)
         self.write_pictures(directory)
 
-    def write_pictures(self, directory: Path) -> list[Path]:
+    def write_pictures(self, directory):
         """Write PNG files: noise on a ramp, so that filters, edges and channels show."""
         from PIL import Image
 
@@ -79,8 +74,7 @@ class ImageCase:
         return files
 
 
-def image_cases() -> tuple[ImageCase, ...]:
-    """All of them, in a fixed order."""
+def image_cases():
     return tuple(
         ImageCase(name, {**config}, processor, seed)
         for seed, (name, config, processor) in enumerate(_CASES, 1)
@@ -109,17 +103,17 @@ _TEXT = {
 }
 
 
-def _exact(kind: str, height: int, width: int, **others: Any) -> Config:
+def _exact(kind, height, width, **others):
     size = {"height": height, "width": width}
     return {"image_processor_type": kind, "size": size, "do_center_crop": False, **others}
 
 
-def _middle(kind: str, shorter: int, size: int) -> Config:
+def _middle(kind, shorter, size):
     crop = {"height": size, "width": size}
     return {"image_processor_type": kind, "size": {"shortest_edge": shorter}, "crop_size": crop}
 
 
-_CASES: tuple[tuple[str, Config, Config], ...] = (
+_CASES = (
     (
         "vit-0",
         {"model_type": "vit", "architectures": ["ViTModel"], **_INNER},

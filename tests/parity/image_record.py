@@ -5,19 +5,16 @@ python -m tests.parity.image_record      # needs torch, transformers, Pillow; wr
 Pixels are those of the processors that use Pillow. DINOv3 has none: ViT's, with its settings, stands in.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .image_cases import REFERENCE, ImageCase, image_cases
+from .image_cases import REFERENCE, image_cases
 
 
-def torch_results(case: ImageCase) -> dict[str, Any]:
+def torch_results(case):
     """Names and shapes of tensors, as JSON; pixels [R, 3, H, W]; results; and of texts, logits too."""
     import torch
     import transformers
@@ -62,9 +59,8 @@ def torch_results(case: ImageCase) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Writes REFERENCE."""
-    recorded: dict[str, Any] = {}
+def main():
+    recorded = {}
     for case in image_cases():
         recorded |= torch_results(case)
     np.savez_compressed(REFERENCE, **recorded)

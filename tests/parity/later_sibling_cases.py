@@ -1,16 +1,10 @@
 """Small random checkpoints of more decoders that are a row (see sibling_cases.py)."""
 
-from __future__ import annotations
-
-import numpy as np
-
-from .cases import Config, pick
+from .cases import pick
 from .sibling_cases import (
     ATTENTION,
     LATER_REFERENCE,
     REMOVED,
-    Family,
-    Sibling,
     cases_of,
     combined,
     experts,
@@ -25,16 +19,15 @@ from .sibling_cases import (
 REFERENCE = LATER_REFERENCE
 
 
-def cases() -> tuple[Sibling, ...]:
-    """All of them, in a fixed order."""
+def cases():
     return cases_of(FAMILIES, _SEEDS)
 
 
-_SEEDS: dict[str, int] = {"vaultgemma-1": 5000}
+_SEEDS = {"vaultgemma-1": 5000}
 """Of cases where, with another seed, rounding would decide a token: see record.py."""
 
 
-def _exaone_moe(number: int, random: np.random.Generator, config: Config) -> Config:
+def _exaone_moe(number, random, config):
     """Experts in groups beside shared ones; which layers have them is said in two ways."""
     count, layers = config["num_hidden_layers"], ["sparse", "dense"] * 2
     said = {"mlp_layer_types": layers[:count]} if number == 1 else {"first_k_dense_replace": 1}
@@ -49,7 +42,7 @@ def _exaone_moe(number: int, random: np.random.Generator, config: Config) -> Con
     }
 
 
-def _ernie_moe(number: int, random: np.random.Generator, config: Config) -> Config:
+def _ernie_moe(number, random, config):
     return {
         "num_hidden_layers": 3,
         "moe_num_experts": [4, 7, 5][number],
@@ -62,7 +55,7 @@ def _ernie_moe(number: int, random: np.random.Generator, config: Config) -> Conf
     }
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES = {
     "cohere": (
         "Cohere",
         combined(

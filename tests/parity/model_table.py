@@ -7,8 +7,6 @@ again, unless the file is removed. `--build` adds what `prejit build` takes for 
 model_type.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -16,39 +14,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flax import nnx
+from tests.manifests import write_manifest
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry, quantizing
-from prejit.compiler.models.layers.product_forms import Forms
 
 from .model_table_cases import STEPS, Scaled, decoder_cases, first_of_each, wide
-from .sibling_cases import Sibling
-from .test_parity import CONTEXT, Logits, Model
+from .test_parity import CONTEXT, Model
 
 RESULTS = Path(__file__).parent / "models.json"
-MANIFEST = """\
-[bundle]
-name = "model"
-[model]
-source = "model"
-accuracy = false
-[generate]
-batch = [1]
-prompt = [32]
-context = [96]
-[[target]]
-name = "cpu-host"
-"""
 _IN_GROUP = 32
 """Values of int4 that share a scale, which nothing else has in float16."""
 
@@ -56,7 +38,7 @@ _IN_GROUP = 32
 class Stored(Model):
     """A checkpoint whose matrices are stored in a dtype."""
 
-    def __init__(self, directory: Path, dtype: str, forms: Forms) -> None:
+    def __init__(self, directory, dtype, forms):
         super().__init__(directory, CONTEXT, forms)
         checkpoint = open_checkpoint(directory, out_in=True)
         config = config_file.load_config(directory)
@@ -69,10 +51,10 @@ class Stored(Model):
         self.share = sum(_IN_GROUP * each.size for each in scales) / values
 
 
-def divergence(exact: Logits, found: Logits) -> float:
+def divergence(exact, found):
     """The mean over steps of the KL divergence from what torch's logits say, in nats."""
 
-    def logs(logits: Logits) -> Any:
+    def logs(logits):
         wide = logits.astype(np.float64)
         wide -= wide.max(-1, keepdims=True)
         return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
@@ -81,7 +63,7 @@ def divergence(exact: Logits, found: Logits) -> float:
     return float((np.exp(of_exact) * (of_exact - of_found)).sum(-1).mean())
 
 
-def compared(case: Sibling, recorded: Path, forms: Forms) -> dict[str, Any]:
+def compared(case, recorded, forms):
     """What the table says of a case in float32."""
     before = time.process_time()
     torch, ours, _ = _followed(case, recorded, "float32", forms)
@@ -93,12 +75,12 @@ def compared(case: Sibling, recorded: Path, forms: Forms) -> dict[str, Any]:
     }
 
 
-def narrowed(case: Scaled, recorded: Path, forms: Forms) -> dict[str, Any]:
+def narrowed(case, recorded, forms):
     """What the table says of a wide case in int8 and int4."""
     with np.load(recorded / f"{case.name}.npz") as file:
         if "error" in file:
             return {"error": str(file["error"])}
-    found: dict[str, Any] = {}
+    found = {}
     for dtype in ("int8", "int4"):
         torch, ours, share = _followed(case, recorded, dtype, forms)
         found[dtype] = divergence(torch, ours)
@@ -106,9 +88,7 @@ def narrowed(case: Scaled, recorded: Path, forms: Forms) -> dict[str, Any]:
     return found | {"spread": float(torch.std(1).mean())}
 
 
-def _followed(
-    case: Sibling, recorded: Path, dtype: str, forms: Forms
-) -> tuple[Logits, Logits, float]:
+def _followed(case, recorded, dtype, forms):
     """Logits of torch and ours over the same tokens; and the share of values in four bits."""
     with np.load(recorded / f"{case.name}.npz") as file:
         torch, shapes = file["logits"], json.loads(str(file["shapes"]))
@@ -122,14 +102,15 @@ def _followed(
     return torch, ours, getattr(model, "share", 0.0)
 
 
-def built(case: Sibling, recorded: Path, cache: Path) -> dict[str, Any]:
+def built(case, recorded, cache):
     """What `prejit build` takes, its process and those that it starts."""
     with np.load(recorded / f"{case.name}.npz") as file:
         shapes = json.loads(str(file["shapes"]))
     with tempfile.TemporaryDirectory() as directory:
         at = Path(directory)
         replace(case, shapes=shapes).write(at / "model")
-        (at / "model.toml").write_text(MANIFEST)
+        sizes = {"prompt": (32,), "context": (96,)}
+        write_manifest(at / "model.toml", "model", model="accuracy = false", **sizes)
         command = [sys.executable, "-m", "prejit.runtime", "build", str(at / "model.toml")]
         before, start = _cpu_seconds(), time.monotonic()
         subprocess.run(
@@ -139,20 +120,20 @@ def built(case: Sibling, recorded: Path, cache: Path) -> dict[str, Any]:
     return {"cpu_seconds": round(_cpu_seconds() - before, 1), "seconds": round(took, 1)}
 
 
-def _cpu_seconds() -> float:
+def _cpu_seconds():
     """CPU time of the processes that ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def forms_with_kernels(cache: Path) -> Forms:
+def forms_with_kernels(cache):
     """This machine's kernels, made known to XLA."""
     from tests.kernel_bundles import registered_forms
 
     return registered_forms(cache)
 
 
-def main(python: str, directory: Path, *, build: bool) -> None:
+def main(python, directory, *, build):
     """Compare all that is not in models.json, and write it after each."""
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -163,10 +144,10 @@ def main(python: str, directory: Path, *, build: bool) -> None:
     of_torch = json.loads((directory / "versions.json").read_text())
     versions = {name: version(name) for name in ("jax", "jaxlib", "prejit")} | of_torch
     forms, cases = forms_with_kernels(directory / "cache"), [*decoder_cases()]
-    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
-    models: dict[str, Any] = known["models"]
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
+    models = known["models"]
 
-    def add(case: Sibling, what: str, make: Callable[[], dict[str, Any]]) -> None:
+    def add(case, what, make):
         row = models.setdefault(case.config["model_type"], {})
         found = row.setdefault(what, {})
         if case.name in found:

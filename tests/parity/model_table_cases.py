@@ -3,17 +3,12 @@
 torch's logits are in a file for each, which model_table_record.py writes and model_table.py reads.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from . import cases, further_sibling_cases, hybrid_cases, later_sibling_cases, sibling_cases
-from .cases import Case, Config
 from .sibling_cases import Sibling
 
 SEEDS, STEPS = 3, 64
@@ -32,17 +27,16 @@ class Scaled(Sibling):
 
     factor: float = 1.0
 
-    def values(self, name: str, shape: tuple[int, ...]) -> Any:
-        """See Case."""
+    def values(self, name, shape):
         found = super().values(name, shape)
         is_scaled = len(shape) == 2 and shape[0] == self.config["vocab_size"]
         return found * np.float32(self.factor) if is_scaled else found
 
 
-def decoder_cases() -> Iterator[Sibling]:
+def decoder_cases():
     """The first of each model_type, then the second, then the third."""
-    modules: tuple[Any, ...] = (cases, sibling_cases, later_sibling_cases, further_sibling_cases)
-    found: dict[str, list[Case]] = {}
+    modules = (cases, sibling_cases, later_sibling_cases, further_sibling_cases)
+    found = {}
     for module in (*modules, hybrid_cases):
         for case in module.cases():
             if "long_factor" not in str(case.config) and case.config["model_type"] not in _SOURCES:
@@ -53,9 +47,9 @@ def decoder_cases() -> Iterator[Sibling]:
             yield Sibling(case.name, case.config, case.seed)
 
 
-def first_of_each(cases: Iterable[Sibling]) -> list[Sibling]:
+def first_of_each(cases):
     """The first case of each model_type."""
-    found: dict[str, Sibling] = {}
+    found = {}
     for case in cases:
         found.setdefault(case.config["model_type"], case)
     return [*found.values()]
@@ -65,7 +59,7 @@ _SOURCES = ("t5", "whisper")
 """Those that read a source."""
 
 
-def wide(case: Sibling) -> Scaled:
+def wide(case):
     """A model like it whose matrices are large enough for int4: widths are multiples of 32, at least 64."""
     config = dict(case.config)
     key = "n_embd" if "n_embd" in config else "hidden_size"
@@ -85,7 +79,7 @@ def wide(case: Sibling) -> Scaled:
     return Scaled(f"{case.name}-wide", _widened(config), case.seed)
 
 
-def _widened(config: Config) -> Config:
+def _widened(config):
     """Widths inside MLPs."""
     inner = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     return {key: INNER if key in inner and value else value for key, value in config.items()}

@@ -3,24 +3,20 @@
 python -m tests.parity.model_table_record DIRECTORY      # model_table.py calls it
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .model_table_cases import SPREAD, STEPS, Scaled, decoder_cases, first_of_each, wide
 from .record import published_shapes, torch_model
-from .sibling_cases import Sibling
 
 
-def recorded(case: Sibling) -> dict[str, Any]:
+def recorded(case):
     """Names and shapes of tensors as torch publishes them, and logits [STEPS, V] of greedy tokens."""
     import torch
 
@@ -43,7 +39,7 @@ def recorded(case: Sibling) -> dict[str, Any]:
     }
 
 
-def _after_prompt(model: Any, case: Sibling) -> Any:
+def _after_prompt(model, case):
     """Logits of each token of the prompt."""
     import torch
 
@@ -51,7 +47,7 @@ def _after_prompt(model: Any, case: Sibling) -> Any:
         return model(input_ids=torch.from_numpy(case.prompt)[None].long(), use_cache=False).logits
 
 
-def main(directory: Path) -> None:
+def main(directory):
     """Write those that are not there."""
     directory.mkdir(parents=True, exist_ok=True)
     versions = {name: version(name) for name in ("torch", "transformers")}

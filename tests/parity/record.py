@@ -4,15 +4,11 @@ python -m tests.parity.record          # needs torch, transformers, safetensors;
 python -m tests.parity.record hybrid_cases          # only those
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,10 +27,8 @@ TIE = 1e-3
 ROUNDING = 4e-5
 """Logits that float32 does not determine as well as this are no measure of anything but their rounding."""
 
-Logits = np.ndarray[Any, np.dtype[np.float32]]
 
-
-def torch_logits(case: Any, directory: Path) -> Logits:
+def torch_logits(case, directory):
     """Float32 [(ROWS,) STEPS, V]: after the prompt and each greedy token; the last token is not fed."""
     import torch
 
@@ -46,11 +40,11 @@ def torch_logits(case: Any, directory: Path) -> Logits:
         for _ in range(_of(case).STEPS):
             steps.append(_logits(model, case, tokens)[:, -1])
             tokens = torch.cat([tokens, steps[-1].argmax(1)[:, None]], 1)
-    result: Logits = torch.stack(steps, 1).numpy()
+    result = torch.stack(steps, 1).numpy()
     return result if of_rows else result[0]
 
 
-def rounding(case: Any, logits: Logits, directory: Path) -> float:
+def rounding(case, logits, directory):
     """How far torch's own logits of the whole text are in float32 from those with float64 products."""
     import torch
 
@@ -66,14 +60,13 @@ def rounding(case: Any, logits: Logits, directory: Path) -> float:
     return float((single - double).abs().max())
 
 
-def _of(case: Any) -> Any:
-    """The module of a case."""
+def _of(case):
     if isinstance(case, sibling_cases.Sibling):
         return sibling_cases
     return {"t5": t5_cases, "whisper": whisper_cases}.get(case.config["model_type"], cases)
 
 
-def _logits(model: Any, case: Any, tokens: Any) -> Any:
+def _logits(model, case, tokens):
     import torch
 
     inputs = {"input_ids": tokens}
@@ -90,8 +83,7 @@ def _logits(model: Any, case: Any, tokens: Any) -> Any:
     return model(**inputs, use_cache=False).logits
 
 
-def torch_model(case: Any, directory: Path) -> Any:
-    """The model of a case."""
+def torch_model(case, directory):
     import torch
 
     torch.set_num_threads(1)  # more of them take longer over matrices as small as these
@@ -105,7 +97,7 @@ def torch_model(case: Any, directory: Path) -> Any:
     return model.eval()
 
 
-def _class_of(case: Any) -> Any:
+def _class_of(case):
     """transformers' class of a case; where it has none of that name, that of the family it builds instead."""
     import transformers
 
@@ -113,7 +105,7 @@ def _class_of(case: Any) -> Any:
     return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
-def published_shapes(case: Any, directory: Path) -> dict[str, list[int]]:
+def published_shapes(case, directory):
     """The names and shapes that save_pretrained gives the tensors of a new model of this configuration."""
     import transformers
     from safetensors import safe_open
@@ -126,13 +118,13 @@ def published_shapes(case: Any, directory: Path) -> dict[str, list[int]]:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
-def nearest_tokens(logits: Logits) -> float:
+def nearest_tokens(logits):
     """The smallest distance between the two best tokens of any step of [..., STEPS, V]."""
     best = np.sort(logits, -1)
     return float((best[..., -1] - best[..., -2]).min())
 
 
-def record(reference: Path, cases: Iterable[Any]) -> None:
+def record(reference, cases):
     """Writes a reference. A case whose text or logits hang on the rounding of float32 needs another seed."""
     recorded = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -4,27 +4,19 @@ Each family has three: the first runs in `make test`. torch named their tensors:
 shapes beside the logits, so no list here can repeat a mistake of the table.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .cases import ACTIVATIONS, Case, Config, Shapes, common_sizes, pick, rope_keys
+from .cases import ACTIVATIONS, Case, common_sizes, pick, rope_keys
 
 PROMPT, STEPS = 17, 24
 """Tokens of the prompt, and greedy ones after it."""
 
-Change = Callable[[int, np.random.Generator, Config], Config]
-"""What a family has instead of the common configuration, by the number of a case."""
-Family = tuple[str, Change]
-"""The beginning of the name of transformers' class, and what its configurations have."""
 
 EACH = 3
 """Cases of a family."""
@@ -43,23 +35,23 @@ class Sibling(Case):
         shapes: names and shapes of the tensors; empty: as recorded.
     """
 
-    shapes: Shapes = field(default_factory=dict)
+    shapes: dict = field(default_factory=dict)
 
     @property
-    def tensor_shapes(self) -> Shapes:
+    def tensor_shapes(self):
         """Of the tensors that torch publishes for the configuration."""
         shapes = self.shapes or _recorded_shapes()[shapes_key(self)]
         return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def shapes_key(case: Case) -> str:
+def shapes_key(case):
     """The key in the reference of the shapes of a case."""
     return f"{case.name}/shapes"
 
 
 @cache
-def _recorded_shapes() -> dict[str, Shapes]:
-    shapes: dict[str, Shapes] = {}
+def _recorded_shapes():
+    shapes = {}
     for reference in (REFERENCE, LATER_REFERENCE, FURTHER_REFERENCE, HYBRID_REFERENCE):
         if not reference.is_file():  # record.py writes it
             continue
@@ -68,12 +60,11 @@ def _recorded_shapes() -> dict[str, Shapes]:
     return shapes
 
 
-def cases() -> tuple[Sibling, ...]:
-    """All of them, in a fixed order."""
+def cases():
     return cases_of(FAMILIES, _SEEDS)
 
 
-def cases_of(families: Mapping[str, Family], seeds: Mapping[str, int]) -> tuple[Sibling, ...]:
+def cases_of(families, seeds):
     """The cases of families; some have a seed of their own."""
     return tuple(
         _case(family, number, *families[family], seeds)
@@ -82,7 +73,7 @@ def cases_of(families: Mapping[str, Family], seeds: Mapping[str, int]) -> tuple[
     )
 
 
-def _case(family: str, number: int, kind: str, change: Change, seeds: Mapping[str, int]) -> Sibling:
+def _case(family, number, kind, change, seeds):
     name, crc = f"{family}-{number}", zlib.crc32(family.encode())
     random = np.random.default_rng([9, crc, number])
     config = {
@@ -102,7 +93,7 @@ def _case(family: str, number: int, kind: str, change: Change, seeds: Mapping[st
     return Sibling(name, config, seeds.get(name, 3000 + crc % 1000 + number))
 
 
-_SEEDS: dict[str, int] = {
+_SEEDS = {
     "gpt_oss-2": 5000,
     "granitemoehybrid-1": 5000,
     "granitemoeshared-1": 5000,
@@ -116,29 +107,29 @@ REMOVED = object()
 """A key that the configuration does not have."""
 
 
-def biases(*keys: str) -> Change:
+def biases(*keys):
     """Say by the number whether there are biases: none, all, the first."""
 
-    def change(number: int, random: np.random.Generator, config: Config) -> Config:
+    def change(number, random, config):
         return {key: number == 1 or (number == 2 and key == keys[0]) for key in keys}
 
     return change
 
 
-def sizes_of_heads(number: int, random: np.random.Generator, config: Config) -> Config:
+def sizes_of_heads(number, random, config):
     return {"head_dim": pick(random, [4, 6, 10])}
 
 
-def windows(number: int, random: np.random.Generator, config: Config) -> Config:
+def windows(number, random, config):
     """Windows in some layers, said by the default pattern or by each layer."""
-    change: Config = {"sliding_window": pick(random, [3, 9, 20]), "num_hidden_layers": 4}
+    change = {"sliding_window": pick(random, [3, 9, 20]), "num_hidden_layers": 4}
     if number:
         layers = ["full_attention", "sliding_attention", "sliding_attention"]
         change |= {"layer_types": layers, "num_hidden_layers": 3}
     return change
 
 
-def part_turns(number: int, random: np.random.Generator, config: Config) -> Config:
+def part_turns(number, random, config):
     """Heads of which a part turns, as files of transformers 4 say it."""
     share = [0.5, 0.25, 0.75][number]
     return {
@@ -148,13 +139,13 @@ def part_turns(number: int, random: np.random.Generator, config: Config) -> Conf
     }
 
 
-def layer_norm(number: int, random: np.random.Generator, config: Config) -> Config:
+def layer_norm(number, random, config):
     return {"rms_norm_eps": REMOVED, "layer_norm_eps": pick(random, [1e-5, 1e-3])}
 
 
-def combined(*changes: Change) -> Change:
-    def change(number: int, random: np.random.Generator, config: Config) -> Config:
-        found: Config = {}
+def combined(*changes):
+    def change(number, random, config):
+        found = {}
         for each in changes:
             found |= each(number, random, config | found)
         return found
@@ -162,10 +153,10 @@ def combined(*changes: Change) -> Change:
     return change
 
 
-def given(**values: Any) -> Change:
+def given(**values):
     """Give keys these values; of a list the one at the number."""
 
-    def change(number: int, random: np.random.Generator, config: Config) -> Config:
+    def change(number, random, config):
         return {
             key: value[number] if isinstance(value, list) else value
             for key, value in values.items()
@@ -174,7 +165,7 @@ def given(**values: Any) -> Change:
     return change
 
 
-def _by_types(number: int, random: np.random.Generator, config: Config) -> Config:
+def _by_types(number, random, config):
     """Rotary positions by kinds of layers; the first as files of transformers 4 say it."""
     if number == 0:
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -185,7 +176,7 @@ def _by_types(number: int, random: np.random.Generator, config: Config) -> Confi
     return {"rope_theta": REMOVED, "rope_scaling": REMOVED, "rope_parameters": parameters}
 
 
-def ntk(number: int, random: np.random.Generator, config: Config) -> Config:
+def ntk(number, random, config):
     scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
     size = {"head_dim": pick(random, [4, 6, 10])}
     if number:
@@ -193,7 +184,7 @@ def ntk(number: int, random: np.random.Generator, config: Config) -> Config:
     return {**size, "rope_parameters": REMOVED, "rope_theta": 100.0, "rope_scaling": scaling}
 
 
-def _grown(number: int, random: np.random.Generator, config: Config) -> Config:
+def _grown(number, random, config):
     parameters = {
         **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "mscale": 1.0},
         **{"original_max_position_embeddings": 8, "llama_4_scaling_beta": [0.1, 0.5, 0.0][number]},
@@ -201,7 +192,7 @@ def _grown(number: int, random: np.random.Generator, config: Config) -> Config:
     return {"rope_parameters": parameters, "rope_theta": REMOVED, "rope_scaling": REMOVED}
 
 
-def _neox(number: int, random: np.random.Generator, config: Config) -> Config:
+def _neox(number, random, config):
     return {
         "num_key_value_heads": REMOVED,
         "use_parallel_residual": number != 2,
@@ -213,10 +204,10 @@ def _neox(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def experts(count: str, inner: str = "intermediate_size") -> Change:
+def experts(count, inner="intermediate_size"):
     """Few experts, of which a token has one, some or all but one."""
 
-    def change(number: int, random: np.random.Generator, config: Config) -> Config:
+    def change(number, random, config):
         inner_width = pick(random, [5, 8, 11])
         return {
             count: [4, 7, 5][number],
@@ -227,7 +218,7 @@ def experts(count: str, inner: str = "intermediate_size") -> Change:
     return change
 
 
-def multipliers(number: int, random: np.random.Generator, config: Config) -> Config:
+def multipliers(number, random, config):
     return {
         "attention_multiplier": [0.3, 0.5, 1.0][number],
         "embedding_multiplier": [3.0, 0.5, 2.0][number],
@@ -236,7 +227,7 @@ def multipliers(number: int, random: np.random.Generator, config: Config) -> Con
     }
 
 
-def _hybrid(number: int, random: np.random.Generator, config: Config) -> Config:
+def _hybrid(number, random, config):
     """Attention in all layers, with and without positions and experts."""
     return {
         "layer_types": ["full_attention"] * config["num_hidden_layers"],
@@ -247,7 +238,7 @@ def _hybrid(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def experts_in_groups(number: int, random: np.random.Generator, config: Config) -> Config:
+def experts_in_groups(number, random, config):
     """Experts in groups beside shared ones, after a layer without experts."""
     return {
         "n_routed_experts": 6,
@@ -261,7 +252,7 @@ def experts_in_groups(number: int, random: np.random.Generator, config: Config) 
     }
 
 
-def latent(number: int, random: np.random.Generator, config: Config) -> Config:
+def latent(number, random, config):
     """Attention to latents, with shared experts beside others, after a layer without experts."""
     yarn = {
         **{"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
@@ -281,7 +272,7 @@ def latent(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _lfm2(number: int, random: np.random.Generator, config: Config) -> Config:
+def _lfm2(number, random, config):
     """Convolutions in the first layer, in the last one, and in between."""
     kinds = ["conv", "full_attention", "conv", "full_attention"]
     layers = [kinds[:2], kinds[:3], kinds[1:]][number]
@@ -302,7 +293,7 @@ BOTH = biases("attention_bias", "mlp_bias")
 ATTENTION = biases("attention_bias")
 _RELU2 = given(hidden_act="relu2")
 
-FAMILIES: dict[str, Family] = {
+FAMILIES = {
     "apertus": ("Apertus", combined(ATTENTION, given(hidden_act="xielu"))),
     "arcee": ("Arcee", combined(BOTH, _RELU2)),
     "cohere2": (

@@ -3,12 +3,9 @@
 The reference has the names and shapes of all tensors that torch publishes.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .image_cases import ImageCase
 
@@ -40,7 +37,7 @@ TEMPLATE = """\
 {{- '<end_of_turn>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
-PROMPTS: tuple[tuple[str, tuple[int, ...]], ...] = (
+PROMPTS = (
     (f"{BEGIN}what is this?", (0,)),
     (f"see {BEGIN} and then {BEGIN}, which is more", (1, 2)),
     (f"a text that is longer than a window, then\n{BEGIN}", (2,)),
@@ -49,7 +46,7 @@ PROMPTS: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 """Prompts as texts, each with the pictures of image_cases.py in it."""
 
-MESSAGES: list[dict[str, Any]] = [
+MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]},
     {"role": "model", "content": [{"type": "text", "text": "an image"}]},
     {"role": "user", "content": [{"type": "text", "text": "like"}, {"type": "image"}]},
@@ -61,8 +58,7 @@ MESSAGES: list[dict[str, Any]] = [
 class SightCase(ImageCase):
     """As ImageCase; `write` writes the tokenizer and the chat template, too."""
 
-    def write(self, directory: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-        """See ImageCase."""
+    def write(self, directory, tensors):
         super().write(directory, tensors)
         write_tokenizer(directory)
         processor = {"image_seq_length": self.config["mm_tokens_per_image"]}
@@ -70,7 +66,7 @@ class SightCase(ImageCase):
         (directory / "processor_config.json").write_text(text)
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory):
     """Write a tokenizer of letters, spaces and rows of new lines, with Gemma's special tokens."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
     from tokenizers.models import WordLevel
@@ -92,15 +88,14 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def sight_cases() -> tuple[SightCase, ...]:
-    """All of them, in a fixed order."""
+def sight_cases():
     return tuple(
         SightCase(name, _config(text, vision, tokens), processor, seed)
         for seed, (name, text, vision, tokens, processor) in enumerate(_CASES, 101)
     )
 
 
-def _config(text: dict[str, Any], vision: dict[str, Any], tokens: int) -> dict[str, Any]:
+def _config(text, vision, tokens):
     ids = {word: number for number, word in enumerate(VOCABULARY)}
     return {
         "model_type": "gemma3",
@@ -143,7 +138,7 @@ _VISION = {
 }
 
 
-def _processor(size: int, **others: Any) -> dict[str, Any]:
+def _processor(size, **others):
     return {
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": size, "width": size},
@@ -152,7 +147,7 @@ def _processor(size: int, **others: Any) -> dict[str, Any]:
     }
 
 
-_CASES: tuple[tuple[str, dict[str, Any], dict[str, Any], int, dict[str, Any]], ...] = (
+_CASES = (
     ("gemma3-0", {}, {}, 4, _processor(28)),
     (
         "gemma3-1",

@@ -5,19 +5,16 @@ python -m tests.parity.sight_record      # needs torch, transformers, Pillow; wr
 Pixels are those of the processor that uses Pillow.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .sight_cases import MESSAGES, PROMPTS, REFERENCE, STEPS, SightCase, sight_cases
+from .sight_cases import MESSAGES, PROMPTS, REFERENCE, STEPS, sight_cases
 
 
-def torch_results(case: SightCase) -> dict[str, Any]:
+def torch_results(case):
     """Tensors, as JSON; of each prompt its ids, logits of its last token and the greedy tokens after it."""
     import torch
     import transformers
@@ -41,7 +38,7 @@ def torch_results(case: SightCase) -> dict[str, Any]:
         case.config["mm_tokens_per_image"],
     )
     pictures = [load_image(str(file)) for file in case.write_pictures(directory)]
-    found: dict[str, Any] = {f"{case.name} tensors": json.dumps(shapes)}
+    found = {f"{case.name} tensors": json.dumps(shapes)}
     given = [
         processor(text=text, images=[pictures[n] for n in chosen] or None, return_tensors="pt")
         for text, chosen in PROMPTS
@@ -72,9 +69,8 @@ def torch_results(case: SightCase) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Writes REFERENCE."""
-    recorded: dict[str, Any] = {}
+def main():
+    recorded = {}
     for case in sight_cases():
         recorded |= torch_results(case)
     np.savez_compressed(REFERENCE, **recorded)

@@ -1,14 +1,12 @@
 """Small random T5 checkpoints, the same wherever they are made. No JAX, no torch."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from . import cases as decoders
 from .cases import write_checkpoint
 
 ROWS, SOURCE = 2, 23
@@ -20,49 +18,40 @@ REFERENCE = Path(__file__).parent / "t5_reference.npz"
 
 COUNT = 14
 
-Config = dict[str, Any]
-Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
-class Case:
-    """A configuration with a seed for its weights.
+class Case(decoders.Case):
+    """A configuration with a seed for its weights, sources and prompts.
 
     Attributes:
-        name: `t5-07-gated-gelu`.
-        config: of config.json.
-        seed: of weights, sources and prompts.
         old: whether the file holds the copies of the embedding and the unused table of old checkpoints.
     """
 
-    name: str
-    config: Config
-    seed: int
     old: bool
 
     @property
-    def source(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def source(self):
         """Int32 [ROWS, SOURCE]; tokens from a row's length on count for nothing."""
         return self._tokens(0, SOURCE)
 
     @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def lengths(self):
         """Int32 [ROWS]."""
         random = np.random.default_rng([self.seed, 1])
         return np.array([SOURCE, random.integers(1, SOURCE)], np.int32)
 
     @property
-    def prompt(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def prompt(self):
         """Int32 [ROWS, PROMPT]; the first token is the one that every text begins with."""
         tokens = self._tokens(2, PROMPT)
         tokens[:, 0] = self.config["decoder_start_token_id"]
         return tokens
 
-    def _tokens(self, stream: int, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _tokens(self, stream, count):
         random = np.random.default_rng([self.seed, stream])
         return random.integers(0, self.config["vocab_size"], (ROWS, count), dtype=np.int32)
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory):
         """Writes the checkpoint as torch's save_pretrained would."""
         shapes = _shapes(self.config)
         tensors = {name: _values(name, shape, self.seed) for name, shape in shapes.items()}
@@ -74,19 +63,18 @@ class Case:
         write_checkpoint(directory, self.config, tensors)
 
 
-def cases() -> tuple[Case, ...]:
-    """All of them, in a fixed order."""
+def cases():
     return tuple(map(_case, range(COUNT)))
 
 
-_SEEDS: dict[int, int] = {}
+_SEEDS = {}
 """Of cases where, with the seed of their number, rounding would decide a token: see record.py."""
 
 
-def _case(number: int) -> Case:
+def _case(number):
     random = np.random.default_rng([9, number])
 
-    def pick(*options: Any) -> Any:
+    def pick(*options):
         return options[random.integers(len(options))]
 
     projection = ["relu", "gated-gelu", "gated-silu", "gelu"][
@@ -124,15 +112,15 @@ def _case(number: int) -> Case:
     return Case(f"t5-{number:02}-{projection}", config, seed, old=number % 3 == 2)
 
 
-def has_own_head(config: Config) -> bool:
+def has_own_head(config):
     """Whether a configuration is of a model with a head of its own."""
-    tied: bool = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
+    tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
     return not tied
 
 
-def _shapes(config: Config) -> Shapes:
+def _shapes(config):
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
-    shapes: Shapes = {"shared.weight": (config["vocab_size"], width)}
+    shapes = {"shared.weight": (config["vocab_size"], width)}
     if has_own_head(config):
         shapes["lm_head.weight"] = (config["vocab_size"], width)
     layers = {"encoder": config["num_layers"]}
@@ -157,7 +145,7 @@ def _shapes(config: Config) -> Shapes:
     return shapes
 
 
-def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _values(name, shape, seed):
     """Values large enough that each part of the model shows in the logits, and no larger: see cases.py."""
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = random.standard_normal(shape, dtype=np.float32)

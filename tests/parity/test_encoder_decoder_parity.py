@@ -1,11 +1,5 @@
 """Our T5 and Whisper against transformers' torch models: what those say is recorded by record.py."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +10,7 @@ from tests.extent import one_in
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.families.encoder_decoders import buckets
-from prejit.compiler.models.layers.product_forms import Forms, using
+from prejit.compiler.models.layers.product_forms import using
 from prejit.compiler.models.parameters import with_parameters
 
 from . import t5_cases, whisper_cases
@@ -27,27 +21,16 @@ CONTEXT = 40
 PADDING = 3
 """Places behind every prompt and a T5's source, with tokens that count for nothing."""
 
-Logits = np.ndarray[Any, np.dtype[np.float32]]
 KINDS = (t5_cases, whisper_cases)
 CASES = tuple(case for kind in KINDS for case in kind.cases())
+REFERENCES = tuple(kind.REFERENCE for kind in KINDS)
 
 
-def named(*cases: Any) -> Any:
+def named(*cases):
     return pytest.mark.parametrize("case", one_in(6, cases), ids=lambda case: case.name)
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Logits]:
-    found: dict[str, Logits] = {}
-    for kind in KINDS:
-        with np.load(kind.REFERENCE) as recorded:
-            found |= recorded
-    return found
-
-
-def compiled(
-    case: Any, directory: Path, greedy: Any, forms: Forms | None
-) -> Callable[[Logits], Logits]:
+def compiled(case, directory, greedy, forms):
     """The logits of sources, [ROWS, STEPS, V]: encode, prefill in one padded piece, then decode steps."""
     case.write(directory)
     out_in, is_t5 = forms is not None, case.config["model_type"] == "t5"
@@ -62,13 +45,13 @@ def compiled(
     length = np.int32(case.prompt.shape[1]) * ones
 
     @jax.jit  # one program, which compiles sooner than three
-    def run(weights: Any, source: Any, lengths: Any, following: Any) -> Any:
+    def run(weights, source, lengths, following):
         module = nnx.merge(graph, with_parameters(state, weights))
         with using(forms):
             cache = module.encode(source, lengths, context, "float32")
             first, cache = module(prompts, 0 * ones, length, cache)
 
-            def decode(state: Any, tokens: Any) -> Any:
+            def decode(state, tokens):
                 position, cache = state
                 logits, cache = module(tokens[:, None], position, ones, cache)
                 return (position + 1, cache), logits
@@ -76,7 +59,7 @@ def compiled(
             _, others = jax.lax.scan(decode, (jnp.asarray(length), cache), following)
         return jnp.concatenate([first[None], others]).swapaxes(0, 1)
 
-    def of_sources(source: Any, lengths: Any = case.lengths) -> Logits:
+    def of_sources(source, lengths=case.lengths):
         source = np.pad(source, beyond, constant_values=5) if is_t5 else source
         return np.asarray(run(weights, source, lengths, greedy.T.astype(np.int32)))
 
@@ -85,20 +68,18 @@ def compiled(
 
 @named(*CASES)
 def test_logits_and_greedy_tokens_equal_those_that_torch_gave(
-    case: Any, reference: dict[str, Logits], tmp_path: Path, with_kernels: Forms
-) -> None:
+    case, reference, tmp_path, with_kernels
+):
     check(case, reference, tmp_path, with_kernels)
 
 
 @named(*t5_cases.cases()[:3], *whisper_cases.cases()[:3])
-def test_the_portable_form_gives_the_same(
-    case: Any, reference: dict[str, Logits], tmp_path: Path
-) -> None:
+def test_the_portable_form_gives_the_same(case, reference, tmp_path):
     """Of Whispers a few: what a configuration changes is the same code in both forms."""
     check(case, reference, tmp_path, None)
 
 
-def check(case: Any, reference: dict[str, Logits], at: Path, forms: Forms | None) -> None:
+def check(case, reference, at, forms):
     torch = reference[case.name]
     run = compiled(case, at, torch[:, :-1].argmax(2), forms)
     ours = run(case.source)
@@ -109,7 +90,7 @@ def check(case: Any, reference: dict[str, Logits], at: Path, forms: Forms | None
         assert np.abs(swapped - torch).max(2).min() > 100 * TOLERANCE, "a decoder alone would pass"
 
 
-def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
+def test_every_case_is_recorded_and_they_differ(reference):
     assert list(reference) == [case.name for case in CASES]
     assert min(kind.COUNT for kind in KINDS) >= 10
     for case in CASES:
@@ -127,16 +108,14 @@ def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) ->
 @pytest.mark.torch
 @pytest.mark.filterwarnings("default")
 @named(*CASES)
-def test_the_record_equals_what_torch_gives_here(
-    case: Any, reference: dict[str, Logits], tmp_path: Path
-) -> None:
+def test_the_record_equals_what_torch_gives_here(case, reference, tmp_path):
     assert np.abs(torch_logits(case, tmp_path) - reference[case.name]).max() <= TOLERANCE / 2
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("count", "farthest"), [(32, 128), (32, 1000), (8, 20), (7, 5), (64, 256)])
-def test_buckets_are_those_of_torch(count: int, farthest: int, *, causal: bool) -> None:
+def test_buckets_are_those_of_torch(count, farthest, *, causal):
     import torch
     from transformers.models.t5.modeling_t5 import T5Attention
 

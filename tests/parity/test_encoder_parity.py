@@ -1,9 +1,5 @@
 """Our encoders against transformers' torch models: what those say is recorded by encoder_record.py."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tests.extent import one_in
@@ -14,24 +10,17 @@ from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.layers.product_forms import Forms
 from prejit.compiler.native.products import INTEGERS, KERNEL_CALLS
 
-from .encoder_cases import COUNT, REFERENCE, Case, cases
+from .encoder_cases import COUNT, REFERENCE, cases
 from .encoder_record import torch_result
-from .encoder_results import Values, encoder_results
+from .encoder_results import encoder_results
 
+REFERENCES = (REFERENCE,)
 TOLERANCE = 1e-4
 COSINE = 0.9999
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Values]:
-    with np.load(REFERENCE) as recorded:
-        return dict(recorded)
-
-
 @pytest.mark.parametrize("case", one_in(6, cases()), ids=lambda case: case.name)
-def test_results_equal_those_that_torch_gave(
-    case: Case, reference: dict[str, Values], tmp_path: Path, forms: Forms | None
-) -> None:
+def test_results_equal_those_that_torch_gave(case, reference, tmp_path, forms):
     expected = reference[case.name]
     case.write(tmp_path)
     pooled = bool(case.pooling)
@@ -50,7 +39,7 @@ def test_results_equal_those_that_torch_gave(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_layers_round_tokens_beside_int8_matrices_alone(dtype: str, tmp_path: Path) -> None:
+def test_layers_round_tokens_beside_int8_matrices_alone(dtype, tmp_path):
     cases()[0].write(tmp_path)
     module = model_registry.make_encoder(config_file.load_encoder(tmp_path), out_in=True)
     quantizing.store(module, dtype)
@@ -61,7 +50,7 @@ def test_layers_round_tokens_beside_int8_matrices_alone(dtype: str, tmp_path: Pa
     assert calls == (chosen == {INTEGERS}) == (dtype == "int8")
 
 
-def test_every_case_is_recorded_and_they_differ(reference: dict[str, Values]) -> None:
+def test_every_case_is_recorded_and_they_differ(reference):
     assert list(reference) == [case.name for case in cases()]
     assert COUNT >= 10
     for name, values in reference.items():
@@ -73,7 +62,5 @@ def test_every_case_is_recorded_and_they_differ(reference: dict[str, Values]) ->
 @pytest.mark.torch
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("case", one_in(6, cases()), ids=lambda case: case.name)
-def test_the_record_equals_what_torch_gives_here(
-    case: Case, reference: dict[str, Values], tmp_path: Path
-) -> None:
+def test_the_record_equals_what_torch_gives_here(case, reference, tmp_path):
     assert np.abs(torch_result(case, tmp_path) - reference[case.name]).max() <= TOLERANCE / 2

@@ -1,10 +1,6 @@
 """Matrices that were published in few bits, against the libraries that publish them and torch's models."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +11,13 @@ from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
 from prejit.compiler.checkpoint.tensor_files import tensors
 from prejit.compiler.models import config_file, model_registry, quantizing
-from prejit.compiler.models.layers.product_forms import Forms
 from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.compiler.pipeline.pack.few_bits import few_bits
 
-from .few_bits_cases import REFERENCE, STEPS, FewBits, cases
+from .few_bits_cases import REFERENCE, STEPS, cases
 from .test_parity import TOLERANCE, Model
 
+REFERENCES = (REFERENCE,)
 LIBRARIES = (
     *(f"compressed-{name}" for name in ("int4", "int4-zeros", "int8-packed", "int8")),
     *(f"compressed-fp8-{name}" for name in ("tensor", "channel", "block")),
@@ -41,16 +37,8 @@ KEPT = {
 """Matrices that are kept as they are, of 14, and the largest error of the others."""
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    with np.load(REFERENCE) as recorded:
-        return dict(recorded)
-
-
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_matrix_of_a_library_is_read_as_other_values(
-    name: str, reference: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_matrix_of_a_library_is_read_as_other_values(name, reference, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(reference[f"{name}/tensors"].tobytes())
     settings = read_quantization(tmp_path, json.loads(str(reference[f"{name}/settings"])))
@@ -78,14 +66,14 @@ def test_a_matrix_of_a_library_is_read_as_other_values(
 class Stored(Model):
     """A checkpoint whose matrices are stored in a dtype."""
 
-    def __init__(self, directory: Path, dtype: str, forms: Forms) -> None:
+    def __init__(self, directory, dtype, forms):
         super().__init__(directory, 32, forms)
         checkpoint = open_checkpoint(directory, out_in=True)
         config = config_file.load_config(directory)
         groups = checkpoint.groups
         module = model_registry.make_decoder(config, 32, dtype, out_in=True, groups=groups)
         self.graph, self.state = nnx.split(module)
-        errors: dict[str, float] = {}
+        errors = {}
         reads = quantizing.readers(module, checkpoint.rows, errors.__setitem__)
         self.weights |= {name: read() for name, read in reads.items()}
         self.found = few_bits(checkpoint.forms, errors)
@@ -94,9 +82,7 @@ class Stored(Model):
 @pytest.mark.parametrize(
     "case", sampled(cases(), lambda case: case.name in ("awq", "gptq")), ids=lambda case: case.name
 )
-def test_logits_are_those_of_other_values(
-    case: FewBits, reference: dict[str, Any], tmp_path: Path, with_kernels: Forms
-) -> None:
+def test_logits_are_those_of_other_values(case, reference, tmp_path, with_kernels):
     matrices = case.write_packed(tmp_path)
     checkpoint = open_checkpoint(tmp_path, out_in=True)
     for name, matrix in matrices.items():

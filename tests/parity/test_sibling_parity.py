@@ -1,13 +1,8 @@
 """The decoders that are a row beside those of test_parity.py, against transformers' torch models."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,70 +10,43 @@ from safetensors.numpy import load_file, save_file
 from tests.extent import sampled
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models.layers.product_forms import Forms
 from prejit.runtime.errors import CheckpointError
 
-from . import further_sibling_cases, hybrid_cases, later_sibling_cases
+from . import further_sibling_cases, hybrid_cases, later_sibling_cases, sibling_cases
 from .record import TIE, nearest_tokens, torch_logits
-from .sibling_cases import EACH, FAMILIES, REFERENCE, STEPS, Sibling, cases
+from .sibling_cases import EACH, STEPS
 from .test_parity import TOLERANCE, check
 
-Logits = np.ndarray[Any, np.dtype[np.float32]]
-CASES = (
-    *cases(),
-    *later_sibling_cases.cases(),
-    *further_sibling_cases.cases(),
-    *hybrid_cases.cases(),
-)
+MODULES = (sibling_cases, later_sibling_cases, further_sibling_cases, hybrid_cases)
+CASES = tuple(case for module in MODULES for case in module.cases())
+REFERENCES = tuple(module.REFERENCE for module in MODULES)
 SAMPLE = {
-    *(
-        "cohere2",
-        "deepseek_v3",
-        "falcon",
-        "falcon_h1",
-        "glm4",
-        "gpt_neox",
-        "gpt_oss",
-        "gptj",
-        "lfm2",
-    ),
-    *("mamba2", "nemotron", "olmo2", "opt", "phimoe", "qwen3_next", "stablelm"),
+    *("cohere2", "deepseek_v3", "falcon", "falcon_h1", "glm4", "gpt_neox", "gpt_oss", "gptj"),
+    *("lfm2", "mamba2", "nemotron", "olmo2", "opt", "phimoe", "qwen3_next", "stablelm"),
 }
 """Families with each kind of attention, positions, norms, experts and state: `make test` runs their first."""
 FIRST = CASES[::EACH]
 SAMPLED = [case for case in FIRST if case.config["model_type"] in SAMPLE]
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Logits]:
-    found: dict[str, Logits] = {}
-    others = (later_sibling_cases, further_sibling_cases, hybrid_cases)
-    for file in (REFERENCE, *(each.REFERENCE for each in others)):
-        with np.load(file) as recorded:
-            found |= {name: recorded[name] for name in recorded if "/" not in name}
-    return found
-
-
 PORTABLE = "falcon_h1-0"
 """It has attention and a state."""
 
 
-def named(is_sampled: Callable[[Sibling], bool]) -> Any:
+def named(is_sampled):
     """Parametrize with the cases. `make test` runs those that are sampled."""
     return pytest.mark.parametrize("case", sampled(CASES, is_sampled), ids=lambda case: case.name)
 
 
 @named(SAMPLED.__contains__)
-def test_logits_and_greedy_tokens_of_siblings_equal_those_that_torch_gave(
-    case: Sibling, reference: dict[str, Logits], tmp_path: Path, with_kernels: Forms
-) -> None:
+def test_logits_and_greedy_tokens_of_siblings_equal_those_of_torch(
+    case, reference, tmp_path, with_kernels
+):
     check(case, reference, tmp_path, with_kernels)
 
 
 @named(lambda case: case.name == PORTABLE)
-def test_the_portable_form_gives_the_same(
-    case: Sibling, reference: dict[str, Logits], tmp_path: Path
-) -> None:
+def test_the_portable_form_gives_the_same(case, reference, tmp_path):
     check(case, reference, tmp_path, None)
 
 
@@ -89,7 +57,7 @@ OWN_NAMES = [case for case in FIRST if case.name != "exaone-0"]
 @pytest.mark.parametrize(
     "case", sampled(OWN_NAMES, SAMPLED.__contains__), ids=lambda case: case.name
 )
-def test_a_tensor_that_is_unknown_or_missing_is_named(case: Sibling, tmp_path: Path) -> None:
+def test_a_tensor_that_is_unknown_or_missing_is_named(case, tmp_path):
     case.write(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -103,7 +71,7 @@ def test_a_tensor_that_is_unknown_or_missing_is_named(case: Sibling, tmp_path: P
         _ = open_checkpoint(tmp_path).names
 
 
-def test_layers_that_draft_tokens_are_left_out_where_config_says_so(tmp_path: Path) -> None:
+def test_layers_that_draft_tokens_are_left_out_where_config_says_so(tmp_path):
     case = next(case for case in CASES if case.name == "deepseek_v3-0")
     case.write(tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
@@ -116,12 +84,12 @@ def test_layers_that_draft_tokens_are_left_out_where_config_says_so(tmp_path: Pa
     assert open_checkpoint(tmp_path).names == names
 
 
-def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
-    assert list(reference) == [case.name for case in CASES]
-    families = FAMILIES | later_sibling_cases.FAMILIES | hybrid_cases.FAMILIES
-    families |= further_sibling_cases.FAMILIES
-    assert Counter(name.rsplit("-", 1)[0] for name in reference) == dict.fromkeys(families, EACH)
-    for name, logits in reference.items():
+def test_every_case_is_recorded_and_they_differ(reference):
+    recorded = {name: logits for name, logits in reference.items() if "/" not in name}
+    assert list(recorded) == [case.name for case in CASES]
+    families = [family for module in MODULES for family in module.FAMILIES]
+    assert Counter(name.rsplit("-", 1)[0] for name in recorded) == dict.fromkeys(families, EACH)
+    for name, logits in recorded.items():
         assert logits.shape[0] == STEPS
         assert logits.std(0).min() > 10 * TOLERANCE, f"{name}: a constant would pass"
         assert nearest_tokens(logits) >= TIE, f"{name}: rounding decides a token"
@@ -130,7 +98,5 @@ def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) ->
 @pytest.mark.torch
 @pytest.mark.filterwarnings("default")
 @named(lambda case: True)
-def test_the_record_equals_what_torch_gives_here(
-    case: Sibling, reference: dict[str, Logits], tmp_path: Path
-) -> None:
+def test_the_record_equals_what_torch_gives_here(case, reference, tmp_path):
     assert np.abs(torch_logits(case, tmp_path) - reference[case.name]).max() <= TOLERANCE / 2

@@ -1,12 +1,8 @@
 """Our decoder that reads images against transformers' torch model: sight_record.py recorded it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +14,21 @@ from tests.extent import sampled
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry, sight_config
 from prejit.compiler.models.families.decoders import PlacedImages
-from prejit.compiler.models.layers.product_forms import Forms, using
+from prejit.compiler.models.layers.product_forms import using
 from prejit.compiler.models.parameters import with_parameters
 from prejit.runtime.encoding.images import pixels_of
 from prejit.runtime.format.bundle_schema import Images
 from prejit.runtime.generation.image_prompts import PromptImages
 
 from .image_cases import PICTURES
-from .sight_cases import PROMPTS, REFERENCE, STEPS, SightCase, sight_cases
+from .sight_cases import PROMPTS, REFERENCE, STEPS, sight_cases
 
+REFERENCES = (REFERENCE,)
 TOLERANCE = 1e-4
 """Of logits that vary by 2.5."""
 
 LONGEST = 96
 """Tokens of the longest prompt, and some more."""
-
-Values = np.ndarray[Any, Any]
-
-
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Values]:
-    with np.load(REFERENCE) as recorded:
-        return dict(recorded)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +40,7 @@ def reference() -> dict[str, Values]:
     indirect=["forms"],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_logits_equal_those_of_transformers(
-    case: SightCase, reference: dict[str, Values], tmp_path: Path, forms: Forms | None
-) -> None:
+def test_logits_equal_those_of_transformers(case, reference, tmp_path, forms):
     case.write(tmp_path, json.loads(str(reference[f"{case.name} tensors"])))
     config = config_file.load_config(tmp_path, images=True)
     module = model_registry.make_decoder(config, out_in=forms is not None)
@@ -64,16 +51,14 @@ def test_logits_equal_those_of_transformers(
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
     graph, state = nnx.split(module)
 
-    def bound(weights: Any) -> Any:
+    def bound(weights):
         return nnx.merge(graph, with_parameters(state, weights))
 
-    def image(weights: Any, pixels: jax.Array) -> jax.Array:
+    def image(weights, pixels):
         with using(forms):
             return bound(weights).image(pixels)
 
-    def step(
-        weights: Any, tokens: Any, start: Any, length: Any, cache: Any, images: Any = None
-    ) -> Any:
+    def step(weights, tokens, start, length, cache, images=None):
         with using(forms):
             return bound(weights)(tokens, start, length, cache, images=images)
 

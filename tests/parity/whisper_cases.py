@@ -1,17 +1,14 @@
 """Small random Whisper checkpoints and spectrograms, the same wherever they are made. No JAX, no torch."""
 
-from __future__ import annotations
-
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .cases import norm, pick, write_checkpoint
+from . import cases as decoders
+from .cases import norm, pick
 
 COUNT = 12
 ROWS, PROMPT, STEPS = 2, 4, 24
@@ -19,61 +16,47 @@ ROWS, PROMPT, STEPS = 2, 4, 24
 
 REFERENCE = Path(__file__).parent / "whisper_reference.npz"
 
-Config = dict[str, Any]
-Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
-class Case:
-    """A configuration with a seed for its weights.
-
-    Attributes:
-        name: `whisper-07`.
-        config: of config.json.
-        seed: of weights, spectrograms and prompts.
-    """
-
-    name: str
-    config: Config
-    seed: int
+class Case(decoders.Case):
+    """A configuration with a seed for its weights, spectrograms and prompts."""
 
     @property
-    def prompt(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def prompt(self):
         """Int32 [ROWS, PROMPT]."""
         random = np.random.default_rng([self.seed, 0])
         return random.integers(0, self.config["vocab_size"], (ROWS, PROMPT), dtype=np.int32)
 
     @property
-    def frames(self) -> int:
+    def frames(self):
         """N, the number of frames that the model takes."""
         return 2 * int(self.config["max_source_positions"])
 
     @property
-    def source(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def source(self):
         """Float32 [ROWS, mel bins, frames], of about the size of log-mel ones."""
         random = np.random.default_rng([self.seed, 1])
         shape = (ROWS, self.config["num_mel_bins"], self.frames)
         return random.uniform(-1, 1.5, shape).astype(np.float32)
 
     @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def lengths(self):
         """Int32 [ROWS]; a Whisper reads all frames."""
         return np.full(ROWS, self.frames, np.int32)
 
-    def write(self, directory: Path) -> None:
-        """Writes the checkpoint as torch's save_pretrained would."""
-        tensors = {
-            name: _values(name, shape, self.seed) for name, shape in _shapes(self.config).items()
-        }
-        write_checkpoint(directory, self.config, tensors)
+    def values(self, name, shape):
+        return _values(name, shape, self.seed)
+
+    @property
+    def tensor_shapes(self):
+        return _shapes(self.config)
 
 
-def cases() -> tuple[Case, ...]:
-    """All of them, in a fixed order."""
+def cases():
     return tuple(_cases())
 
 
-def _cases() -> Iterator[Case]:
+def _cases():
     activations = cycle(["gelu", "gelu", "relu", "silu", "gelu_new"])
     for number, activation in enumerate(islice(activations, COUNT)):
         random = np.random.default_rng([20, number])
@@ -103,13 +86,13 @@ def _cases() -> Iterator[Case]:
         yield Case(f"whisper-{number:02}", config, _SEEDS.get(number, 2000 + number))
 
 
-_SEEDS: dict[int, int] = {}
+_SEEDS = {}
 """Of cases where, with the seed of their number, rounding would decide a token: see record.py."""
 
 
-def _shapes(config: Config) -> Shapes:
+def _shapes(config):
     width = config["d_model"]
-    shapes: Shapes = {
+    shapes = {
         "model.encoder.conv1.weight": (width, config["num_mel_bins"], 3),
         "model.encoder.conv1.bias": (width,),
         "model.encoder.conv2.weight": (width, width, 3),
@@ -136,7 +119,7 @@ def _shapes(config: Config) -> Shapes:
     return shapes
 
 
-def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _values(name, shape, seed):
     """Values large enough that each part of the model shows in the logits, and no larger.
 
     With larger projections attention is so sharp that float32 does not determine the logits to 1e-4.

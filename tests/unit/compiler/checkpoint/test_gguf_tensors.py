@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.manifests import write_manifest
 from tests.parity.cases import cases
 from tests.parity.few_bits_cases import GPTQ, FewBits
 
@@ -129,11 +130,7 @@ def test_scales_and_minimums_are_kept_as_other_values(tmp_path):
 
 
 def manifest_of(path, source, more=""):
-    path.write_text(
-        f'[bundle]\nname = "demo"\n[model]\nsource = "{source}"\n{more}[generate]\nbatch = [1]\n'
-        'prompt = [8]\ncontext = [32]\n[[target]]\nname = "cpu-host"\n'
-    )
-    return read_manifest(path)
+    return read_manifest(write_manifest(path, source, model=more, context=(32,)))
 
 
 def test_a_file_with_minimums_gets_no_zero_points(tmp_path):

@@ -1,9 +1,5 @@
 """A mixture of experts, beside its definition in NumPy."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +15,13 @@ from prejit.compiler.models.layers.experts import (
     Router,
     Routing,
 )
-from prejit.compiler.models.layers.product_forms import Forms, using
+from prejit.compiler.models.layers.product_forms import using
 from prejit.compiler.models.quantizing import quantized
 
 EXPERTS, CHOSEN = 5, 3
 
 
-def matrices(seed: int, inputs: int, outputs: int, dtype: str) -> tuple[ExpertMatrices, Any]:
+def matrices(seed, inputs, outputs, dtype):
     """Return matrices in a stored dtype, and what they stand for."""
     wide = np.random.default_rng(seed).standard_normal((EXPERTS, outputs, inputs), np.float32)
     made = ExpertMatrices(EXPERTS, inputs, outputs)
@@ -45,10 +41,8 @@ def matrices(seed: int, inputs: int, outputs: int, dtype: str) -> tuple[ExpertMa
 
 @pytest.mark.parametrize("dtype", one_in(2, ["float32", "bfloat16", "int8", "int4"]))
 @pytest.mark.parametrize("has_kernels", [False, True])
-def test_a_token_gets_its_experts_however_many_others_there_are(
-    dtype: str, has_kernels: bool, request: pytest.FixtureRequest
-) -> None:
-    forms: Forms | None = request.getfixturevalue("with_kernels") if has_kernels else None
+def test_a_token_gets_its_experts_however_many_others_there_are(dtype, has_kernels, request):
+    forms = request.getfixturevalue("with_kernels") if has_kernels else None
     width, inner = (64, 32) if dtype == "int4" else (19, 11)
     up, wide_up = matrices(1, width, 2 * inner, dtype)
     down, wide_down = matrices(2, inner, width, dtype)
@@ -58,7 +52,7 @@ def test_a_token_gets_its_experts_however_many_others_there_are(
     graph, state = nnx.split((up, down, router))
 
     @jax.jit
-    def run(state: Any, x: Any) -> Any:
+    def run(state, x):
         with using(forms):
             up, down, router = nnx.merge(graph, state)
             shares, experts = router(x, Routing(CHOSEN))

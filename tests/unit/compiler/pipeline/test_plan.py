@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.decoders import LARGEST_CONTEXT, write_random
 from tests.encoders import write_encoder
+from tests.manifests import encoder_manifest, write_manifest
 from tests.parity import sibling_cases
 
 from prejit.compiler.api import plan as plan_of_user
@@ -79,13 +80,9 @@ class Planned:
 
 def planned(at, model, *targets, context=24, only=(), mesh="", cache_dtype="float32"):
     at.mkdir(exist_ok=True)
-    manifest = at / "m.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "m"\n[model]\nsource = {json.dumps(str(model))}\n{mesh}'
-        f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = [{context}]\n"
-        f"cache_dtype = {json.dumps(cache_dtype)}\n"
-        + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
-    )
+    sizes = {"prompt": (8,), "context": (context,), "targets": targets}
+    lines = {"model": mesh, "generate": f"cache_dtype = {json.dumps(cache_dtype)}"}
+    manifest = write_manifest(at / "m.toml", model, **sizes, **lines)
     store = DirectoryStore.open(at / "cache")
     return Planned(plan_build(read_manifest(manifest), store, PlanOptions(only)), store)
 
@@ -178,11 +175,8 @@ def test_a_plan_needs_no_network(tmp_path, monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        '[bundle]\nname = "m"\n[model]\nsource = "hf://org/name"\n[generate]\nbatch = [1]\n'
-        'prompt = [8]\ncontext = [16]\n[[target]]\nname = "cpu-host"\n'
-    )
+    sizes = {"prompt": (8,), "context": (16,)}
+    manifest = write_manifest(tmp_path / "m.toml", "hf://org/name", **sizes)
     store = DirectoryStore.open(tmp_path / "cache")
     plan = plan_build(read_manifest(manifest), store)
     assert plan.model is None
@@ -194,11 +188,7 @@ def test_a_plan_needs_no_network(tmp_path, monkeypatch):
 def test_programs_of_an_encoder_wait_for_the_bits_of_its_matrices(tmp_path):
     write_encoder(tmp_path / "model")
     manifest, store = tmp_path / "m.toml", DirectoryStore.open(tmp_path / "cache")
-    text = (
-        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int8"\n[encode]\n'
-        'shapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
-    )
-    manifest.write_text(text)
+    encoder_manifest(manifest, "shapes = [[1, 16]]", model='dtype = "int8"')
     plan = plan_build(read_manifest(manifest), store)
     found = planned_executables(plan, store)
     expected = "model has still to be measured: how many bits its matrices need"
@@ -214,7 +204,8 @@ def test_programs_of_an_encoder_wait_for_the_bits_of_its_matrices(tmp_path):
     known = plan_build(plan.manifest, store, PlanOptions(bits=again.model.chosen))
     assert known.model == again.model
     write_encoder(tmp_path / "model")
-    manifest.write_text(text.replace('"int8"', '"int8"\naccuracy = false'))
+    unmeasured = 'dtype = "int8"\naccuracy = false'
+    encoder_manifest(manifest, "shapes = [[1, 16]]", model=unmeasured)
     assert plan_build(read_manifest(manifest), store).programs[0].key is not None
 
 
@@ -247,7 +238,6 @@ def test_a_plan_refuses_what_a_build_does(change, said, model, tmp_path, monkeyp
 
 
 def changed(model, **config):
-    """Change the configuration of a model."""
     before = json.loads((model / "config.json").read_bytes())
     (model / "config.json").write_text(json.dumps({**before, **config}))
     return model

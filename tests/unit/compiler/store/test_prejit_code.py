@@ -28,7 +28,6 @@ def copied(tmp_path_factory):
 
 
 def changed(module, how):
-    """Change the source of a module."""
     file = prejit_code._file(module)
     before = file.read_text()
     assert how(before) != before, "the edit changes nothing"

@@ -1,7 +1,5 @@
 """Whatever is passed to the public API gives a result or an error of prejit that names the argument."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

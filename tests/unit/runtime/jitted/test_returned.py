@@ -1,7 +1,5 @@
 """What results are made into, without tracing the function."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Verdicts, axis by axis, and saved fingerprints."""
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import json

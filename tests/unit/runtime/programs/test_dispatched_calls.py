@@ -1,7 +1,5 @@
 """`Bundle.call` dispatched by jaxlib's C++: on NumPy arrays without jax, on jax's arrays on its client."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, namedtuple
 from typing import Any

@@ -1,7 +1,5 @@
 """Types of arguments are part of the signature: a call is answered as jax.jit answers it, or refused."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import enum

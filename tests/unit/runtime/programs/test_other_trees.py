@@ -1,7 +1,5 @@
 """Arguments of another structure than the build's, for which jax.jit traces anew, are refused."""
 
-from __future__ import annotations
-
 import ctypes
 from array import array
 from collections import OrderedDict, deque

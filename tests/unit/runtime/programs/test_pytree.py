@@ -1,7 +1,5 @@
 """Trees of arguments and results: their text, and values to flat lists and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Calls like one before find their bucket at a look: they are checked as the first, and keep nothing."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import OrderedDict, namedtuple

@@ -1,7 +1,5 @@
 """Recorded bundles whose files are a few words: jax never sees them."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

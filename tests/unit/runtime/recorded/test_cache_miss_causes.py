@@ -1,7 +1,5 @@
 """A miss names the ingredient of jax's key that differs, both values, and what to do."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The texts of jax that prejit reads are those of the installed jax."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,12 +1,8 @@
 """Recorded bundles are verified before jax sees a byte, unpacked once, and verified again at each start."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests.layouts import GOLDEN
@@ -67,7 +63,7 @@ def test_files_that_no_start_used_for_a_month_make_room(write_recorded):
 
 
 SCORE = FILES["jit_score"]
-CHANGES: dict[str, Callable[[Path], object]] = {
+CHANGES = {
     "other bytes": lambda at: rewritten(at / SCORE, lambda old: bytes([old[0] ^ 1]) + old[1:]),
     "fewer bytes": lambda at: rewritten(at / SCORE, lambda old: old[:-1]),
     "a file less": lambda at: (at / SCORE).unlink(),

@@ -1,7 +1,5 @@
 """The hook in a process of its own: what it writes, and that it never breaks the program."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

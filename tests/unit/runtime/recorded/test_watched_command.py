@@ -1,7 +1,5 @@
 """A command runs as if nothing stood between: its status, its signals, its own sitecustomize."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A bundle is loaded while its weights arrive: what it computes waits for them, and is never wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -3,8 +3,6 @@
 The hub here keeps to its rules: a file of a revision is redirected to another host, which gets no token.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a policy lets run: every way to be refused by its name, and the few ways to be allowed."""
 
-from __future__ import annotations
-
 import base64
 import json
 from dataclasses import dataclass, field

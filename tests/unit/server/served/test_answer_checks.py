@@ -1,7 +1,5 @@
 """A server whose model gives wrong answers must not stay ready, and one that is right again must."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from contextlib import closing

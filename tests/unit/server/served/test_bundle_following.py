@@ -1,7 +1,5 @@
 """A server serves what its tag or directory leads to now, and no registry can hurt it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A refused grammar leaves nothing behind: its schema and the pipes of its process would stay for long."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -11,6 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 from flax import nnx
+from tests.manifests import write_manifest
 from tests.parity.cases import Case
 from tests.parity.sibling_cases import Sibling
 from tests.processes import ran
@@ -138,11 +139,8 @@ def test_a_text_takes_nothing_from_what_the_logits_lose(config, tmp_path):
 def test_a_text_without_a_tokenizer_is_refused(tmp_path):
     made(LLAMA, tmp_path / "model")
     (tmp_path / "text.txt").write_text("one")
-    manifest = tmp_path / "m.toml"
-    manifest.write_text(
-        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int4"\nevaluation = "text.txt"\n'
-        '[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[[target]]\nname = "cpu-host"\n'
-    )
+    lines = 'dtype = "int4"\nevaluation = "text.txt"'
+    manifest = write_manifest(tmp_path / "m.toml", "model", model=lines, context=(16,))
     read = read_manifest(manifest)
     files = find_model(read, (SimpleNamespace(architecture="x86_64"),), tmp_path / "model")
     plan = SimpleNamespace(manifest=read, model=files)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save, save_file
 from tests.encoders import write_causal, write_encoder
+from tests.manifests import encoder_manifest, write_manifest
 from tests.parity.cases import shapes_of
 from tests.unit.compiler.models.small_models import LLAMA
 
@@ -64,12 +65,8 @@ def planned(directory, sections):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (directory / "w.safetensors").write_bytes(save({"w": np.ones(3, np.float32)}))
     (directory / "own.py").write_text("def f(params, x):\n    return params['w'] * x\n")
-    manifest = directory / "m.toml"
-    manifest.write_text(
-        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int8"\n'
-        f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n{sections}"
-        '[[target]]\nname = "cpu-host"\n'
-    )
+    sizes = {"prompt": (8,), "context": (16,), "generate": sections}
+    manifest = write_manifest(directory / "m.toml", "model", model='dtype = "int8"', **sizes)
     return read_manifest(manifest)
 
 
@@ -186,10 +183,7 @@ def test_files_that_look_alike_have_weights_of_their_own(tmp_path, monkeypatch):
 def test_an_encoder_whose_bits_are_measured_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_files, "SETTLED_SECONDS", 1e9)  # no receipts
     write_encoder(tmp_path / "model")
-    (tmp_path / "m.toml").write_text(
-        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int8"\n[encode]\n'
-        'shapes = [[1, 8]]\n[[target]]\nname = "cpu-host"\n'
-    )
+    encoder_manifest(tmp_path / "m.toml", "shapes = [[1, 8]]", model='dtype = "int8"')
     manifest, store = read_manifest(tmp_path / "m.toml"), DirectoryStore.open(tmp_path / "cache")
     plan = plan_build(manifest, store)
     published = find_published(manifest, plan.model)
@@ -240,10 +234,8 @@ def test_a_text_that_changes_while_it_decides_rounding_is_refused(tmp_path):
 
 def test_an_answer_that_becomes_another_token_packs_its_row(tmp_path):
     write_causal(tmp_path / "model", answers=True)
-    (tmp_path / "m.toml").write_text(
-        '[bundle]\nname = "m"\n[model]\nsource = "model"\n[encode]\nshapes = [[1, 8]]\n'
-        '[encode.answers]\nyes = "y"\nno = "n"\n[[target]]\nname = "cpu-host"\n'
-    )
+    answers = '[encode.answers]\nyes = "y"\nno = "n"'
+    encoder_manifest(tmp_path / "m.toml", f"shapes = [[1, 8]]\n{answers}")
     manifest, tokenizer = read_manifest(tmp_path / "m.toml"), tmp_path / "model" / "tokenizer.json"
     rows = []
     for _ in range(2):
