@@ -163,10 +163,10 @@ def first_components(config: Any, size: int, turned: int) -> Rotary:
     Raises:
         CheckpointError: `rotary_dim`, which says how many turn, does not fit.
     """
-    if turned % 2 or turned > size:
+    if not isinstance(turned, int) or turned % 2 or not 0 < turned <= size:
         raise unsupported(
             config,
-            f"rotary_dim: expected an even number up to {size}, the size of a head, found {turned}",
+            f"rotary_dim: expected an even number up to {size}, the size of a head, found {turned!r}",
         )
     return replace(_rotary(1 / _powers(10000.0, turned)), is_interleaved=True)
 
