@@ -32,6 +32,9 @@ from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 INPUT_KINDS = ("variables", "files", "listings", "kinds", "links", "absent")
 """The kinds of inputs that are noted in the order in which they are read."""
 
+_OF_TOOLS = ("prejit", "sitecustomize", "usercustomize")
+"""Modules that tell nothing of a program. Profilers and tracers bring a sitecustomize of their own."""
+
 
 def command_of_process() -> list[str]:
     """Return what tells this process from others of a program: its directory and its command."""
@@ -89,7 +92,7 @@ class InputComparison:
             self._environment_is_equal = True
         if len(sys.modules) != self._module_count:
             for name, module in [*sys.modules.items()]:
-                if name.startswith("prejit"):
+                if name.startswith(_OF_TOOLS):
                     continue
                 if name not in self._modules:
                     return f"the imported module {name}, which was not recorded,"
