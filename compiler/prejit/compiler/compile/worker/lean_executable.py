@@ -17,10 +17,11 @@ from prejit.compiler.compile.worker.xla_messages import (
     read_executable,
     replace_messages,
 )
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.errors import BuildError
 
-_TUPLE = 13
-"""In xla/xla_data.proto, a PrimitiveType."""
+_FLOAT32, _TUPLE = 11, 13
+"""In xla/xla_data.proto, PrimitiveTypes."""
 _Index = tuple[int, ...]
 """The way to a part of a result that is a tuple; empty: the whole."""
 
@@ -55,6 +56,7 @@ def _shorten(result: Message) -> None:
         LookupError, ValueError: it is in a form that is not known. It may have changed.
     """
     module, buffers = result.hlo.module, result.buffers
+    work = _work(module)
     computations = {each.id: each for each in module.computations}
     instructions = {one.id: one for each in module.computations for one in each.instructions}
     old = computations[module.entry_id]
@@ -72,18 +74,31 @@ def _shorten(result: Message) -> None:
         for one in each.instructions:
             one.ClearField("metadata")
     _place(buffers, numbers, made)
+    for name in ("profiles", "stack_frames", "recovery_table"):
+        module.ClearField(name)
     new = new_message("Computation")
     new.CopyFrom(old)
     new.root_id = root
-    replace_messages(new.instructions, entry.instructions)
-    replace_messages(module.computations, [*fused, new])
     sequences = module.schedule.sequences
     ids = {each.id for each in fused}
-    replace_messages(sequences, [each for each in sequences if each.computation_id in ids])
-    order = sequences.add(computation_id=old.id).order
-    order.instruction_ids.extend(one.id for one in entry.instructions)
-    for name in ("profiles", "stack_frames", "recovery_table"):
-        module.ClearField(name)
+    scheduled = [each for each in sequences if each.computation_id in ids]
+
+    def write() -> None:
+        replace_messages(new.instructions, entry.instructions)
+        replace_messages(module.computations, [*fused, new])
+        replace_messages(sequences, scheduled)
+        order = sequences.add(computation_id=old.id).order
+        order.instruction_ids.extend(one.id for one in entry.instructions)
+
+    write()
+    entry.add_work(work - _work(module))
+    write()
+
+
+def _work(module: Message) -> int:
+    """Return the operations that XLA counts: it runs a program of less than 1,000 in the caller's thread."""
+    cost = _jax_parts.hlo_module_cost(_jax_parts.parse_hlo(message_bytes(module)))
+    return round(cost.get("flops", 0))
 
 
 def _constants(buffers: Message) -> dict[int, None]:
@@ -160,6 +175,17 @@ class _Entry:
         one.shape.CopyFrom(shape)
         return self.add(one)
 
+    def add_work(self, count: int) -> None:
+        """Add an instruction that XLA counts as so many operations, and nobody runs."""
+        if count > 0:
+            # A custom call counts as one operation less than none.
+            shape = new_message("Shape", element_type=_FLOAT32, dimensions=[count + 1])
+            shape.layout.minor_to_major.append(0)
+            value = self.add_call(shape)
+            one = new_message("Instruction", opcode="negate", operand_ids=[value])
+            one.shape.CopyFrom(shape)
+            self.add(one)
+
 
 @dataclass(frozen=True)
 class _Lies:
@@ -204,7 +230,16 @@ class _Values:
         Raises:
             LookupError, ValueError: an instruction that forwards its value is not known.
         """
+        callers: list[Message] = []
         while (place := (instruction.id, index)) not in self._defined:
+            if instruction.opcode == "parameter" and callers:
+                caller = callers.pop()
+                first = (
+                    0 if caller.opcode == "call" else 1
+                )  # a conditional's first says which branch
+                number = caller.operand_ids[first + instruction.parameter_number]
+                instruction = self._instructions[number]
+                continue
             number, *_ = instruction.operand_ids
             match instruction.opcode:
                 case "get-tuple-element":
@@ -214,6 +249,7 @@ class _Values:
                 case "bitcast" | "while":  # a loop's state lies in one place, from its beginning on
                     pass
                 case "call" | "conditional":  # all branches give it in one place
+                    callers.append(instruction)
                     number = self._computations[instruction.called_ids[0]].root_id
                 case _:
                     raise ValueError(f"{instruction.opcode} defines no value of its own")

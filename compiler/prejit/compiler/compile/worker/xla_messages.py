@@ -29,9 +29,10 @@ _MESSAGES = {
     "17 bytes stack_frames, 20 bytes recovery_table",
     "Computation": "2 *Instruction instructions, 5 int64 id, 6 int64 root_id",
     "Instruction": "1 string name, 2 string opcode, 3 Shape shape, 7 bytes metadata, "
-    "13 int64 tuple_index, 28 string custom_call_target, 35 int64 id, 36 *int64 operand_ids, "
-    "37 *int64 predecessor_ids, 38 *int64 called_ids, 40 bytes sharding",
-    "Shape": "2 int64 element_type, 4 *Shape parts",
+    "9 int64 parameter_number, 13 int64 tuple_index, 28 string custom_call_target, 35 int64 id, "
+    "36 *int64 operand_ids, 37 *int64 predecessor_ids, 38 *int64 called_ids, 40 bytes sharding",
+    "Shape": "2 int64 element_type, 3 *int64 dimensions, 4 *Shape parts, 5 Layout layout",
+    "Layout": "1 *int64 minor_to_major",
     "Schedule": "1 *Sequence sequences",
     "Sequence": "1 int64 computation_id, 2 Order order",
     "Order": "1 *int64 instruction_ids",

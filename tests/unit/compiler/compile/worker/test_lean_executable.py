@@ -8,7 +8,7 @@ from jax import lax
 
 from prejit.compiler.compile.worker.lean_executable import lean, with_kept_hlo
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
-from prejit.runtime.device._jax_parts import kept_hlo
+from prejit.runtime.device._jax_parts import hlo_module_cost, kept_hlo
 from prejit.runtime.device.device import Device
 
 X = np.linspace(-2, 2, 48, dtype=np.float32).reshape(6, 8)
@@ -21,6 +21,10 @@ def loop(x):
 
 def branches(x):
     return lax.cond(x[0, 0] < 0, lambda x: (x + 1, x), lambda x: (x, x * 2), x)
+
+
+def forwards(x):
+    return lax.cond(x[0, 0] < 0, lambda x, y: (y, x), lambda x, y: (x, y), x, x + 1)
 
 
 def rows(x):
@@ -45,6 +49,7 @@ FUNCTIONS = {
     "one value twice": lambda x: (y := x * 2, y, y[0]),
     "a loop": loop,
     "branches": branches,
+    "branches that give an argument": forwards,
     "a scan": rows,
     "products": network,
     "a convolution": images,
@@ -69,13 +74,13 @@ def test_a_lean_executable_gives_the_same_bits(name):
     serialized = compiled(FUNCTIONS[name], X)
     device = Device()
 
-    def results(serialized):
-        loaded = device.load(serialized, "file", ()).loaded
-        return [np.asarray(each) for each in loaded.execute([device.put(X)])]
-
-    expected, found = results(serialized), results(lean(serialized))
+    loaded = [device.load(each, "file", ()).loaded for each in (serialized, lean(serialized))]
+    expected, found = ([np.asarray(x) for x in each.execute([device.put(X)])] for each in loaded)
     assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
     assert [each.dtype for each in found] == [each.dtype for each in expected]
+    # By these XLA decides whether the caller's thread runs the program.
+    counted = {hlo_module_cost(each.hlo_modules()[0]).get("flops", 0) for each in loaded}
+    assert len(counted) == 1 or max(counted) <= 0
 
 
 def test_donated_arguments_and_the_signature_stay():
