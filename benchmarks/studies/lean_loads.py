@@ -24,17 +24,17 @@ from prejit.runtime.recorded.hook.jax_texts import OURS_PREFIX
 
 
 def executables(bundle: Path) -> dict[str, tuple[bytes, bytes]]:
-    """Return the executables of a recorded bundle, whole and lean, by their files, the largest first."""
+    """Return the executables of a recorded bundle, whole and lean, the largest first."""
     found = {}
     for target in read_targets(bundle):
-        for name, file in target.programs.items():
-            if name.startswith(OURS_PREFIX):
+        for file in target.programs.values():
+            if file.entry.file.startswith(OURS_PREFIX):
                 continue
             entry = compilation_cache.decompress_executable(file.content())
             whole, _ = compilation_cache.extract_executable_and_time(entry)
             short = lean(whole)
             if short is not None:
-                found[name] = whole, short
+                found[file.entry.name] = whole, short
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1][0])))
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         facts["seconds"][name] = taken
         kinds = [f"{len(each) / 1e3:,.0f}" for each in (whole, short)]
         ratio = f"{times[1] / times[0]:.2f}"
-        rows.append((name.rpartition("-")[0], *kinds, *(f"{1e3 * t:.1f}" for t in times), ratio))
+        rows.append((name, *kinds, *(f"{1e3 * t:.1f}" for t in times), ratio))
     heads = ("", "whole, kB", "lean, kB", "whole, ms", "lean, ms", "lean by whole")
     publish(facts, "lean-loads", "Loads of executables", [Table("Medians", heads, rows, "")])
 
