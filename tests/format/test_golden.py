@@ -25,7 +25,7 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
 from prejit.runtime.format import bundle_schema
-from prejit.runtime.format.arrays import Mesh, parse_sharding
+from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks import oci
@@ -36,6 +36,7 @@ from prejit.runtime.format.checks.program_table import (
 )
 from prejit.runtime.format.checks.seldom_parts import Chat, check_recorded_layer
 from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.mesh_splits import parse_sharding
 from prejit.runtime.format.names import FORMAT_VERSION, PORTABLE_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifests
 from prejit.runtime.format.root import read_root

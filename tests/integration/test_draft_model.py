@@ -15,7 +15,7 @@ from prejit.compiler import build
 from prejit.runtime import load
 from prejit.runtime.errors import CheckpointError, ManifestError, RejectError
 from prejit.runtime.format.bundle_schema import Config
-from prejit.runtime.format.checks.draft_checks import parted
+from prejit.runtime.format.checks.seldom_parts import parted
 from prejit.runtime.generation import decode
 from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
 from prejit.runtime.generation.draft_model import DraftModel

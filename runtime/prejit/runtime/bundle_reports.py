@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
+from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
 from prejit.runtime.loaded_bundle import LoadedBundle
 from prejit.runtime.programs.ready_programs import ProgramReport
 
@@ -78,7 +78,15 @@ class BundleReports(LoadedBundle):
 
     def hlo_modules(self, program: str) -> list[Any]:
         """Return XLA's modules of a program as it was compiled."""
-        return self._programs.hlo_modules(program)
+        loaded = self._programs[program].loaded
+        if self._programs.are_loaded:
+            from prejit.runtime.device._jax_parts import kept_hlo
+
+            entry = self._programs.table[program].executable
+            kept = kept_hlo(self._open.layers[EXECUTABLES_MEDIA_TYPE].unpack(entry))
+            if kept is not None:
+                return [kept]
+        return list(loaded.hlo_modules())
 
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""

@@ -82,7 +82,9 @@ class Array:
             if match is not None and all(type(key) in (str, int) for key in path):
                 shape = tuple(map(int, match[3].split(","))) if match[3] else ()
                 split: tuple[str, ...] = ()
-                if match[5]:
+                if match[5]:  # a load without a mesh imports no more
+                    from prejit.runtime.format.mesh_splits import parse_sharding
+
                     split = parse_sharding(match[5], len(shape))
                 padded = tuple(match[6].split(",")) if match[6] else ()
                 if (
@@ -171,30 +173,6 @@ are multiples of scale / 2 ** (tolerance + 2). `n` is NaN, `p` and `m` are infin
 """
 MAX_BYTES = 1 << 19
 """Maximum length of the results of one golden answer as text."""
-
-
-_SPLIT = re.compile(r"([A-Za-z_]\w{0,63}(\+[A-Za-z_]\w{0,63})*)?", re.ASCII)
-"""The axes that split one dimension."""
-
-
-def parse_sharding(text: str, dimensions: int) -> tuple[str, ...]:
-    """Return a sharding from its text: `data,tensor,,` has four dimensions; two axes split that of `a+b`.
-
-    Empty text: nothing is split.
-
-    Raises:
-        ValueError: no name of an axis, or one comes twice, or the number of dimensions is wrong.
-    """
-    if not text:
-        return ()
-    axes = tuple(text.split(","))
-    named = [axis for split in axes for axis in split.split("+") if axis]
-    known = all(map(_SPLIT.fullmatch, axes)) and len(set(named)) == len(named)
-    if len(axes) != dimensions or not named or not known:
-        raise ValueError(
-            f"expected a mesh axis or none for each of {dimensions} dimensions, {text!r:.80}"
-        )
-    return axes
 
 
 def is_results(text: str) -> bool:

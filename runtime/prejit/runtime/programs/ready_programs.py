@@ -297,23 +297,12 @@ class Programs:
     def _weight_set(self, name: str | None) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """Yield name, values and sharding of the tensors of a weight set; nothing for None."""
         if shardings := self.config.weight_shardings or {}:
-            from prejit.runtime.format.arrays import parse_sharding
+            from prejit.runtime.format.mesh_splits import parse_sharding
         for tensor in () if name is None else self.config.weight_sets[name]:
             assert self._weights is not None
             value = self._weights.values[tensor]
             text = shardings.get(tensor, "")
             yield tensor, value, parse_sharding(text, value.ndim) if text else ()
-
-    def hlo_modules(self, name: str) -> list[Any]:
-        """Return XLA's modules of a program as it was compiled."""
-        loaded = self[name].loaded
-        if self._executables is not None and self._reports[name].source == "loaded":
-            from prejit.runtime.device._jax_parts import kept_hlo
-
-            kept = kept_hlo(self._executables.unpack(self.table[name].executable))
-            if kept is not None:
-                return [kept]
-        return list(loaded.hlo_modules())
 
     @property
     def are_loaded(self) -> bool:

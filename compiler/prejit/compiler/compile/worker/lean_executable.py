@@ -41,7 +41,7 @@ def lean(serialized: bytes) -> bytes | None:
     try:
         header, executable = read_executable(serialized)
         _shorten(executable.result)
-    except (BuildError, LookupError, ValueError):
+    except (BuildError, LookupError, RuntimeError, ValueError):  # XLA does not read it
         return None
     return header + message_bytes(executable)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prejit.runtime.format import limits
-from prejit.runtime.format.arrays import Mesh, parse_sharding
+from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import Config
+from prejit.runtime.format.mesh_splits import parse_sharding
 
 
 def check_mesh(config: Config) -> None:

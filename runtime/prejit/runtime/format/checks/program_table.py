@@ -82,7 +82,7 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
         check_mesh(config)
     models: tuple[Config, ...] = (config,)
     if config.draft is not None:
-        from prejit.runtime.format.checks.draft_checks import parted  # few have any
+        from prejit.runtime.format.checks.seldom_parts import parted  # few have any
 
         models = parted(config)
     for each in models:

@@ -1,11 +1,11 @@
-"""Checks of what few loads need: chat templates, a user's libraries, recorded files, an encoder, sources."""
+"""Checks of what few loads need: templates, a user's libraries, recorded files, encoders, drafts, sources."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.base.typed_json import from_json
@@ -22,8 +22,13 @@ from prejit.runtime.format.bundle_schema import (
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL, encoder_bucket_name
 from prejit.runtime.format.checks.oci import check_digest
-from prejit.runtime.format.checks.program_interfaces import ENCODER_KINDS
-from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE, handler_target
+from prejit.runtime.format.checks.program_interfaces import ENCODER_KINDS, is_rewindable
+from prejit.runtime.format.names import (
+    DRAFT,
+    LIBRARY_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
+    handler_target,
+)
 
 HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
 """The names of custom calls and of symbols that libraries of the user may have."""
@@ -358,3 +363,37 @@ def check_chat(content: bytes, path: str) -> Chat:
             if not name:
                 raise ValueError("expected a name for each template and token, found none")
     return chat
+
+
+def parted(config: Config) -> tuple[Config, Config]:
+    """Return the table without its draft model, and that of the draft model, whose kinds are plain.
+
+    Raises:
+        ValueError: the draft model cannot guess for the decoder.
+    """
+    drafts = [each for each in config.programs if each.kind.startswith(DRAFT)]
+    decoder, draft = config.decoder, config.draft
+    if draft is None or decoder is None:
+        missing = "draft" if draft is None else "decoder"
+        raise ValueError(f"expected {missing!r} in the config of a draft model, found none")
+    if config.mesh is not None:
+        raise ValueError("draft: expected none beside a mesh")
+    if draft.source is not None or draft.adapters is not None or not is_rewindable(draft):
+        raise ValueError("draft: expected a decoder of prompts whose cache has positions alone")
+    if draft.vocab_size != decoder.vocab_size:
+        raise ValueError(
+            f"draft: expected the {decoder.vocab_size} tokens of the decoder, found {draft.vocab_size}"
+        )
+    kinds = {each.kind for each in config.programs}
+    if "verify" not in kinds:
+        raise ValueError("draft: expected programs that verify drafts, found none")
+    contexts, own = (
+        {each.bucket.get("context") for each in config.programs if each.kind == kind}
+        for kind in ("decode", f"{DRAFT}decode")
+    )
+    if contexts != own:
+        raise ValueError("draft: expected the contexts of the decoder, found others")
+    left = tuple(each for each in config.programs if not each.kind.startswith(DRAFT))
+    plain = tuple(replace(each, kind=each.kind.removeprefix(DRAFT)) for each in drafts)
+    one = replace(config, decoder=draft, encoder=None, images=None, draft=None, programs=plain)
+    return replace(config, draft=None, programs=left), one
