@@ -14,7 +14,7 @@ def forms(request):
 
 @pytest.fixture(scope="module")
 def reference(request):
-    """What torch gave: all that the REFERENCES of a module hold."""
+    """The arrays that torch computed, from all files in the REFERENCES of a module."""
     found = {}
     for file in request.module.REFERENCES:
         with np.load(file) as recorded:

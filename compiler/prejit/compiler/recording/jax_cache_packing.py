@@ -309,13 +309,13 @@ def _lean(target: RecordedTarget) -> dict[str, RecordedFile]:
             name = f"{each['program']}{jax_texts.FILE_SUFFIX}"
             lean_name = jax_texts.LEAN_PREFIX + name
             if each["reason"] is None and not {lean_name} & {*target.programs, *found}:
-                content = lean_cache_file(target.programs[name].content())
+                content = _lean_cache_file(target.programs[name].content())
                 if content is not None:
                     found[lean_name] = packed_file(lean_name, content, None)
     return found
 
 
-def lean_cache_file(content: bytes) -> bytes | None:
+def _lean_cache_file(content: bytes) -> bytes | None:
     """Return a file of jax's cache with a lean executable; None: the form of this one is not known.
 
     It has the seconds of the compile in four bytes, then the executable, and is compressed as it was.

@@ -189,7 +189,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Lies:
-    """Where a value lies, and what defines it.
+    """The memory of a value, and the instruction that computes it.
 
     Attributes:
         instruction: the id of the instruction that defines it.
@@ -234,9 +234,8 @@ class _Values:
         while (place := (instruction.id, index)) not in self._defined:
             if instruction.opcode == "parameter" and callers:
                 caller = callers.pop()
-                first = (
-                    0 if caller.opcode == "call" else 1
-                )  # a conditional's first says which branch
+                # The first operand of a conditional says which branch runs.
+                first = 0 if caller.opcode == "call" else 1
                 number = caller.operand_ids[first + instruction.parameter_number]
                 instruction = self._instructions[number]
                 continue

@@ -36,11 +36,10 @@ _MESSAGES = {
     "Schedule": "1 *Sequence sequences",
     "Sequence": "1 int64 computation_id, 2 Order order",
     "Order": "1 *int64 instruction_ids",
-    "BufferAssignment": "1 *Buffer buffers, 2 *Alias aliases, 3 *Allocation allocations, "
+    "BufferAssignment": "1 *Buffer buffers, 2 *bytes aliases, 3 *Allocation allocations, "
     "4 *bytes traces, 5 *bytes peaks",
     "Buffer": "1 int64 id, 2 int64 size, 3 Place place, 4 int64 color",
     "Place": "3 *int64 index, 4 int64 instruction_id",
-    "Alias": "1 int64 buffer_id, 2 Place place",
     "Allocation": "1 int64 number, 9 *Assigned assigned, 12 bool is_constant",
     "Assigned": "1 int64 buffer_id, 2 int64 offset, 3 int64 size",
     # xla/backends/cpu/runtime/thunk.proto

@@ -22,7 +22,10 @@ _IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "
 """The code that lists the directories of modules and of installed packages. What it imports is compared."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _ASKS = {
-    **{"stat": "kinds", "access": "kinds", "lstat": "links", "readlink": "links"},
+    "stat": "kinds",
+    "access": "kinds",
+    "lstat": "links",
+    "readlink": "links",
     "open": "files",
 }
 """Functions of `os` by what their answers depend on."""
