@@ -8,6 +8,7 @@ import pytest
 from tests.extent import one_in
 from tests.integration.test_serve import Process
 from tests.processes import ran
+from tests.waiting import wait_for
 
 WINDOW = ("--rate", "20", "--seconds", "1", "--json")
 
@@ -59,15 +60,24 @@ def test_each_api_is_measured(server, api, model, has_tokens):
 
 def test_a_log_is_sent_again_at_its_times(server):
     process, log = server
+    prompts = {"first": "ab", "second": "abc abc"}
     with httpx.Client(timeout=60) as client:
-        for prompt in ("ab", "abc abc"):
+        for name, prompt in prompts.items():
             body = {"model": "letters", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
-            assert client.post(f"{process.url}/v1/completions", json=body).status_code == 200
-    lines = [json.loads(each) for each in log.read_text().splitlines()]
-    last = [each for each in lines if each.get("event") == "request"][-2:]
+            headers = {"X-Request-Id": name}
+            done = client.post(f"{process.url}/v1/completions", json=body, headers=headers)
+            assert done.status_code == 200
+    logged = []
+
+    def are_logged():  # a line is written after its answer was sent
+        lines = [json.loads(each) for each in log.read_text().splitlines()]
+        logged[:] = [each for each in lines if each.get("id") in prompts]
+        return len(logged) == 2
+
+    wait_for(are_logged)
     part = log.with_name("part.jsonl")
     times = (100.0, 100.5)
-    moved = [{**each, "time": at, "seconds": 0} for each, at in zip(last, times, strict=True)]
+    moved = [{**each, "time": at, "seconds": 0} for each, at in zip(logged, times, strict=True)]
     part.write_text("".join(json.dumps(each) + "\n" for each in moved))
     found = load(process.url, "--log", part, "--rate", "log", "--seconds", "2", "--json")
     [rate] = found["rates"]
