@@ -119,8 +119,16 @@ class CallRecorder:
         begun.effects = None
         outside, self._watch.effects = self._watch.effects or [], None
         effect = effect or (f"its trace does {outside[0]}" if outside else None)
-        begun.reason = begun.reason or effect
+        begun.reason = begun.reason or effect or self._changed(begun)
         self._write(self._inputs())  # what the trace has read counts for it
+
+    def _changed(self, begun: _Begun) -> str | None:
+        """Return what a trace has changed of what tells its call from others; None: nothing."""
+        if begun.parts is None:
+            return None
+        after = self._reader.read(begun.call)
+        changed = [name for name in ("function", "static") if after[name] != begun.parts[name]]
+        return f"its trace changes what its {changed[0]} holds" if changed else None
 
     def ended(self, token: object, compiled: CompiledCall) -> None:
         """jax has traced, compiled and run a call."""
