@@ -189,7 +189,15 @@ SPACE = argparse.Namespace(n=0)
 def spaced(x, space=SPACE): space.n += 1; return x * 7
 def attributed(x): attributed.n += 1; return x * 8
 attributed.n = 0
-HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed]
+def nest():
+    first = None
+    def memo(x): nonlocal first; first = first or x.shape; return x * 9
+    return memo
+FAR = [nest()]
+far = FAR[0]
+for _ in range(6): far = (lambda inner: lambda x: inner(x))(far)
+far.__name__ = "far"
+HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed, far]
 NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes, counts]
 NAMES += [MODEL.method, *HELD]
 x = jnp.eye(2)
@@ -203,7 +211,7 @@ print(lowers(x))  # lowering imports a module of jax that has settings
 print(jax.grad(jax.jit(jnp.sin))(0.0))
 print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.random(), MODEL.calls)
 print(KEYS.made, NESTED, Keys.made, defaulted(1), ARRAY, TEXT.getvalue(), SPACE, attributed.n)
-print(os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
+print(FAR[0].__closure__[0].cell_contents, os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
 BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
 print(float(jax.jit(lambda x: x * BY[0])(1.0)))
 """
@@ -232,6 +240,7 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
         "buffered",
         "spaced",
         "attributed",
+        "far",
     )
     for name in held:
         assert re.search(rf"\b{name}\b.*: its trace changes ", said), (name, said)

@@ -28,6 +28,7 @@ from prejit.runtime.format.opening import Contents, OpenTarget, match, read_cont
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, OURS_PREFIX
 from prejit.runtime.ship.reference import is_reference
 
 if TYPE_CHECKING:
@@ -217,12 +218,15 @@ def _print_target(target: OpenTarget, content: Contents) -> None:
 
 
 def _recorded_table(recorded: Sequence[RecordedProgram]) -> str:
-    """Return the recorded programs as a table."""
+    """Return the recorded programs as a table, and how many commands start without tracing."""
     rows = [
         (each.name, each.function or "", size(each.entry.raw_size), _shortened(each.arguments))
         for each in recorded
+        if not each.file.startswith(OURS_PREFIX)
     ]
-    return table(["recorded program", "function", "size", "arguments"], rows)
+    commands = sum(each.file.startswith(CALLS_PREFIX) for each in recorded)
+    programs = table(["recorded program", "function", "size", "arguments"], rows)
+    return f"{programs}\ncommands that start without tracing: {commands}"
 
 
 def _shortened(arguments: Sequence[str] | None) -> str:

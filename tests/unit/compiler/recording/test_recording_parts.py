@@ -13,7 +13,7 @@ import zstandard
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.hook import process_watch
+from prejit.compiler.recording.hook import process_watch, trace_effects
 from prejit.compiler.recording.jax_cache_packing import (
     bundle_name,
     collect,
@@ -231,12 +231,35 @@ def test_what_a_trace_asks_of_the_process_is_an_effect(tmp_path):
     code = (
         "os.cpu_count(), os.write(2, b'')\n"
         "watch.effects = []\n"
-        "os.cpu_count(), os.sched_getaffinity(0), os.write(2, b'')\n"
+        "os.cpu_count(), os.sched_getaffinity(0), os.write(2, b''), os.uname(), os.chdir('.')\n"
         "try: import no_such_module\n"
         "except ImportError: import colorsys\n"
     )
     read, effects = watched(tmp_path, code, ("no_such_module", "colorsys"))["own"]
     assert (read, effects) == (
         {"no_such_module": None},
-        ["os.cpu_count", "os.sched_getaffinity", "os.write"],
+        ["os.cpu_count", "os.sched_getaffinity", "os.write", "os.uname", "os.chdir"],
     )
+
+
+def test_packages_and_files_that_code_asks_for_without_an_import_are_noted(tmp_path):
+    (tmp_path / "one-1.0.dist-info").mkdir()
+    place, shared, base = str(tmp_path), "/dev/shm/prejit_no_such_file", str(tmp_path / "a b")  # noqa: S108
+    code = (
+        "import importlib.metadata, importlib.util, sqlite3\n"
+        "importlib.util.find_spec('no_such_module'), importlib.util.find_spec('colorsys')\n"
+        f"[*importlib.metadata.distributions(path=[{place!r}])], os.path.exists({shared!r})\n"
+        f"sqlite3.connect('file:{tmp_path}/a%20b?mode=rwc', uri=True)\n"
+    )
+    names = ("no_such_module", "colorsys", place, shared, base, base + "-wal")
+    read, _ = watched(tmp_path, code, names)["own"]
+    none = {name: None for name in ("no_such_module", base, base + "-wal")}
+    assert read == {**none, place: input_facts.packages_digest(place), shared: 0}
+
+
+def test_traces_in_threads_miss_no_effect_of_one_another(monkeypatch, capsys):
+    first, second = (trace_effects.TraceEffects(len) for _ in range(2))
+    assert first.found() is None
+    print("from the second")
+    assert second.found() == "its trace writes to stdout"
+    assert "write" not in vars(sys.stdout)

@@ -16,6 +16,7 @@ INPUTS = {
     "environment": {"MODE": "sum"},
     "files": [["/data", 1, [5], "digest"]],
     "listings": [["/parts", 1, "names"]],
+    "packages": [["/packages", 1, "names"]],
     "kinds": [["/out", 1, 0]],
     "links": [["/now", 1, "v1"]],
     "absent": [["torch", 1, None]],

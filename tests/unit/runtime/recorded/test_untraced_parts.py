@@ -23,6 +23,7 @@ from prejit.runtime.recorded.hook.input_facts import (
     initial_environment,
     is_of_library,
     listing_digest,
+    packages_digest,
 )
 from prejit.runtime.recorded.hook.jax_calls import JaxCall
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text
@@ -281,6 +282,19 @@ def test_a_tree_refers_to_what_the_call_was_given():
         moved(jax.tree.structure(Node(0, closing(3))))
 
 
+class Alone:
+    """Equals no other object."""
+
+
+SHARED = {"steps": 1}
+
+
+def test_a_tree_has_the_objects_of_the_program_and_no_others_like_them():
+    assert moved(jax.tree.structure(Node(0, SHARED))).node_data()[1] is SHARED
+    with pytest.raises(NotKeptError, match="its results hold a Alone, which equals itself alone"):
+        moved(jax.tree.structure(Node(0, Alone())))
+
+
 def test_a_hostile_tree_calls_nothing():
     for name in (["os", "system"], ["builtins", "eval"]):
         described = [{"object": [{"named": name}, []]}, {"is": None}, []]
@@ -294,6 +308,7 @@ def test_a_hostile_tree_calls_nothing():
 def files(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "listed").mkdir()
+    (tmp_path / "listed" / "one").touch()
     (tmp_path / "link").symlink_to("listed")
     return tmp_path
 
@@ -305,6 +320,7 @@ def compared(files):
         "environment": {k: v for k, v in initial_environment().items() if is_of_library(k)},
         "files": [[a, 1, identity_of(a), file_digest(a)], [absent, 2, None, None]],
         "listings": [[listed, 1, listing_digest(listed)]],
+        "packages": [[str(files), 1, packages_digest(files)]],
         "links": [[str(files / "link"), 1, "listed"]],
         "absent": [["no_such_module", 1, None], ["no_such_parent.module", 1, None]],
         "modules": {name: file_of(module) for name, module in sys.modules.items()},
@@ -326,6 +342,8 @@ def test_inputs_are_compared_up_to_the_call(files):
         (lambda files: (files / "a.txt").write_text("two"), "a.txt"),
         (lambda files: (files / "a.txt").unlink(), "a.txt"),
         (lambda files: (files / "listed" / "new").touch(), "listed"),
+        (lambda files: ((files / "listed" / "one").unlink(), (files / "listed" / "one").mkdir()), "listed"),
+        (lambda files: (files / "new-1.0.dist-info").mkdir(), ""),
     ],
 )
 def test_a_changed_input_is_named(files, change, expected):
@@ -358,9 +376,13 @@ def test_another_environment_of_python_is_named(files, monkeypatch):
 
 def test_a_file_with_other_times_is_read_once_and_has_a_receipt(files, monkeypatch):
     first, again, without = (compared(files) for _ in range(3))
+    (files / "a.txt").write_text("two")
+    of_another_recording = compared(files)
+    (files / "a.txt").write_text("one")
     os.utime(files / "a.txt", (1, 1))
     assert first.difference(1) is None
     first.save()
+    assert str(files / "a.txt") in of_another_recording.difference(1)
     monkeypatch.setattr(process_inputs, "file_digest", lambda path: None)
     assert again.difference(1) is None
     (files / "receipts.json").unlink()

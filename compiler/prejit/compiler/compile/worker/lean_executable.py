@@ -22,6 +22,8 @@ from prejit.runtime.errors import BuildError
 
 _FLOAT32, _TUPLE = 11, 13
 """In xla/xla_data.proto, PrimitiveTypes."""
+_WORK_OF_A_THREAD = 1_000
+"""XLA runs programs of less operations in the caller's thread (TfrtCpuClient's `CheapExecution`)."""
 _Index = tuple[int, ...]
 """The way to a part of a result that is a tuple; empty: the whole."""
 
@@ -83,20 +85,17 @@ def _shorten(result: Message) -> None:
     ids = {each.id for each in fused}
     scheduled = [each for each in sequences if each.computation_id in ids]
 
-    def write() -> None:
-        replace_messages(new.instructions, entry.instructions)
-        replace_messages(module.computations, [*fused, new])
-        replace_messages(sequences, scheduled)
-        order = sequences.add(computation_id=old.id).order
-        order.instruction_ids.extend(one.id for one in entry.instructions)
-
-    write()
-    entry.add_work(work - _work(module))
-    write()
+    if work >= _WORK_OF_A_THREAD:
+        entry.add_work(work)
+    replace_messages(new.instructions, entry.instructions)
+    replace_messages(module.computations, [*fused, new])
+    replace_messages(sequences, scheduled)
+    order = sequences.add(computation_id=old.id).order
+    order.instruction_ids.extend(one.id for one in entry.instructions)
 
 
 def _work(module: Message) -> int:
-    """Return the operations that XLA counts: it runs a program of less than 1,000 in the caller's thread."""
+    """Return the operations that XLA counts."""
     cost = _jax_parts.hlo_module_cost(_jax_parts.parse_hlo(message_bytes(module)))
     return round(cost.get("flops", 0))
 
@@ -176,15 +175,15 @@ class _Entry:
         return self.add(one)
 
     def add_work(self, count: int) -> None:
-        """Add an instruction that XLA counts as so many operations, and nobody runs."""
-        if count > 0:
-            # A custom call counts as one operation less than none.
-            shape = new_message("Shape", element_type=_FLOAT32, dimensions=[count + 1])
-            shape.layout.minor_to_major.append(0)
-            value = self.add_call(shape)
-            one = new_message("Instruction", opcode="negate", operand_ids=[value])
-            one.shape.CopyFrom(shape)
-            self.add(one)
+        """Add an instruction that nobody runs, for which XLA counts so many operations for the entry."""
+        # It counts each custom call as one operation less than none.
+        size = count + len(self.instructions) + 1
+        shape = new_message("Shape", element_type=_FLOAT32, dimensions=[size])
+        shape.layout.minor_to_major.append(0)
+        value = self.add_call(shape)
+        one = new_message("Instruction", opcode="negate", operand_ids=[value])
+        one.shape.CopyFrom(shape)
+        self.add(one)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import zstandard
 
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
 from prejit.compiler.compile.worker.disassembly import in_order, narrowed, used_features
+from prejit.compiler.compile.worker.lean_executable import with_kept_hlo
 from prejit.compiler.compile.worker.xla import (
     CompiledProgram,
     CompileFor,
@@ -38,8 +39,6 @@ def compile_program(portable: bytes, machine: CompileFor) -> CompiledProgram:
     program = compile_portable(portable, machine)
     if machine.platform != "cpu":
         return program
-    from prejit.compiler.compile.worker.lean_executable import with_kept_hlo
-
     features = used_features(program.serialized)
     serialized = in_order(narrowed(program.serialized, features))
     if not RecordedLowering.is_in(portable):  # jax's own functions may show the HLO of those

@@ -35,19 +35,23 @@ class _Begun:
     """A call that jax traces now.
 
     Attributes:
+        held: what its function and static arguments hold; None: it is not compared.
         parts: its signature; None: it has none.
         reason: why it cannot be kept, as far as the call itself tells.
         given: what `given_values` returned.
         effects: watches what its trace changes; None: jax is not tracing it.
+        outside: how many effects outside of the process were seen before.
         key: the key of its program in jax's cache, if other calls followed the compile: jax splits arguments
             over devices by programs of its own.
     """
 
     call: JaxCall
+    held: str | None
     parts: dict[str, str] | None
     reason: str | None
     given: list[Any]
     effects: TraceEffects | None
+    outside: int
     key: str | None = None
 
 
@@ -74,6 +78,7 @@ class CallRecorder:
         self._thread = threading.local()
         self._keys: dict[int, tuple[Any, str]] = {}
         self._modules: set[str] = set()
+        self._traces: set[int] = set()
         self._count = 0
         self._watch = sys.modules["prejit_process_watch"].watch
         of_process = {"environment": initial_environment(), "prefix": sys.prefix}
@@ -84,8 +89,7 @@ class CallRecorder:
         begun = self._begun()
         on_stack = _frames()
         for stale in [each for each in begun if each not in on_stack]:  # jax raised an error
-            if (effects := begun.pop(stale).effects) is not None:
-                effects.found()
+            self._end_trace(begun.pop(stale))
         if any(each.effects is not None for each in begun.values()):
             return  # inside a trace, for a value that the trace asks for
         parts, reason = None, None
@@ -105,22 +109,37 @@ class CallRecorder:
         if begun:
             outer = next(reversed(begun.values()))
             outer.key = before or outer.key
-        effects = None
+        held, effects, outside = None, None, 0
         if not isinstance(call.function, TracedPart):
-            effects, self._watch.effects = TraceEffects(call.function), []
-        begun[id(token)] = _Begun(call, parts, reason, given, effects)
+            held = _held(call)
+            effects = TraceEffects(call.function)
+            self._traces.add(id(effects))
+            self._watch.effects = self._watch.effects or []
+            outside = len(self._watch.effects)
+        begun[id(token)] = _Begun(call, held, parts, reason, given, effects, outside)
 
     def traced(self, token: object) -> None:
         """jax has traced a call."""
         begun = self._begun().get(id(token))
         if begun is None or begun.effects is None:
             return
-        effect = begun.effects.found()
-        begun.effects = None
-        outside, self._watch.effects = self._watch.effects or [], None
-        effect = effect or (f"its trace does {outside[0]}" if outside else None)
+        effect = self._end_trace(begun)
+        if effect is None and _held(begun.call) != begun.held:
+            effect = "its trace changes what its function or a static argument holds"
         begun.reason = begun.reason or effect
         self._write(self._inputs())  # what the trace has read counts for it
+
+    def _end_trace(self, begun: _Begun) -> str | None:
+        """Return what a trace has changed outside itself; None: nothing. What other threads do counts, too."""
+        effects, begun.effects = begun.effects, None
+        if effects is None:
+            return None
+        outside = (self._watch.effects or [])[begun.outside :]
+        self._traces.discard(id(effects))
+        if not self._traces:
+            self._watch.effects = None
+        effect = effects.found()
+        return effect or (f"its trace does {outside[0]}" if outside else None)
 
     def ended(self, token: object, compiled: CompiledCall) -> None:
         """jax has traced, compiled and run a call."""
@@ -177,6 +196,14 @@ class CallRecorder:
         read = self._watch.taken()
         lines: list[dict[str, Any]] = [{"read": read, "index": self._count}] if read else []
         return lines + ([{"modules": modules}] if modules else [])
+
+
+def _held(call: JaxCall) -> str | None:
+    """Return a text of what a call's function and static arguments hold; None: they cannot be read."""
+    try:
+        return text_of((call.function, call.static), without_jax=True)
+    except Exception:  # of a class of the program
+        return None
 
 
 def _frames() -> set[int]:

@@ -7,19 +7,22 @@ report each file that Python opens. A file that a native library opens is not re
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import sys
 from _thread import get_ident
 from collections.abc import Callable, ItemsView
 from contextlib import suppress
-from importlib.util import source_from_cache
 from types import FrameType
 from typing import Any
 
 _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
-_IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
-"""The code that lists the directories of modules and of installed packages. What it imports is compared."""
+_FILES_OF_MEMORY = "/dev/shm/"  # noqa: S108, nothing is written there
+_IMPORT = "<frozen importlib."
+"""The code that lists the directories of modules. What it imports is compared."""
+_PACKAGES = os.path.join(os.path.dirname(os.__file__), "importlib", "")
+"""The code that lists them to find installed packages."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _ASKS = {
     "stat": "kinds",
@@ -29,7 +32,10 @@ _ASKS = {
     "open": "files",
 }
 """Functions of `os` by what their answers depend on."""
-_OF_PROCESS = ("cpu_count", "process_cpu_count", "sched_getaffinity", "getloadavg", "write")
+_OF_PROCESS = (
+    *("cpu_count", "process_cpu_count", "sched_getaffinity", "getloadavg", "uname", "getxattr"),
+    *("umask", "write", "writev", "pwrite"),
+)
 """Functions of `os` without audit events that a trace must not call: no run compares what they tell or do."""
 _BYTECODE = re.compile(r"\.pyc(\.\d+)?$")
 """The end of the names of compiled modules, and of those that Python has not finished."""
@@ -50,6 +56,7 @@ class ProcessWatch:
         self._change = {
             "files": facts.identity_of,
             "listings": facts.listing_digest,
+            "packages": facts.packages_digest,
             "kinds": facts.kind_of,
             "links": facts.link_of,
         }
@@ -100,6 +107,16 @@ class ProcessWatch:
         environ.__getitem__, environ.copy = getitem, copied
         environ.__iter__, environ.__len__ = listing(names), listing(environ.__len__)
 
+        find = importlib.util.find_spec
+
+        @functools.wraps(find)
+        def find_spec(name: str, package: str | None = None) -> Any:
+            found = find(name, package)
+            if found is None:
+                self._add("absent", importlib.util.resolve_name(name, package))
+            return found
+
+        importlib.util.find_spec = find_spec
         for name, kind in _ASKS.items():
             _patch(name, functools.partial(self._asked, kind))
         for name in filter(functools.partial(hasattr, os), _OF_PROCESS):
@@ -173,9 +190,10 @@ class ProcessWatch:
             self._opened(*arguments)
         elif event in ("os.listdir", "os.scandir"):
             path = arguments[0]
-            of_program = not sys._getframe(2).f_code.co_filename.startswith(_IMPORTERS)
-            if of_program and isinstance(path, (str, bytes, type(None))):
-                self._path("listings", os.fsdecode(path or "."))
+            code = sys._getframe(2).f_code.co_filename
+            if isinstance(path, (str, bytes, type(None))) and not code.startswith(_IMPORT):
+                of_packages = code.startswith(_PACKAGES)
+                self._path("packages" if of_packages else "listings", os.fsdecode(path or "."))
         elif event in ("import", "ctypes.dlopen"):
             path = arguments[1 if event == "import" else 0]
             if isinstance(path, str) and os.path.sep in path:
@@ -184,8 +202,13 @@ class ProcessWatch:
                 self._add("absent", arguments[0])
         elif event == "sqlite3.connect":
             path = os.fsdecode(arguments[0])
+            if path.startswith("file:"):
+                from urllib.parse import unquote
+
+                path = unquote(path.removeprefix("file:").partition("?")[0])
             if path != ":memory:":
-                self._path("files", path.removeprefix("file:").partition("?")[0])
+                self._path("files", path)
+                self._path("files", f"{path}-wal")  # what was written last
         elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
             self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
         if event in _EFFECTS and self.effects is not None and not _keeps_bytecode(event, arguments):
@@ -219,8 +242,10 @@ class ProcessWatch:
             path = os.path.abspath(path)
         if path.endswith(".pyc"):
             with suppress(ValueError):  # of one without a source
-                path = source_from_cache(path)
-        if path not in self._written and not os.path.join(path, "").startswith(self._left_out):
+                path = importlib.util.source_from_cache(path)
+        whole = os.path.join(path, "")
+        of_machine = whole.startswith(self._left_out) and not whole.startswith(_FILES_OF_MEMORY)
+        if path not in self._written and not of_machine:
             self._add(kind, path)
 
 
@@ -267,6 +292,7 @@ _EFFECTS = frozenset(
         *("os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.sendto"),
         "socket.gethostname",
         *("os.link", "os.symlink", "os.truncate", "shutil.rmtree"),
+        *("os.chdir", "os.chmod", "os.utime"),
     }
 )
 """Audit events of code that does something outside of its process."""

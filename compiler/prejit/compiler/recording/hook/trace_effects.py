@@ -8,6 +8,7 @@ of the program's own modules.
 from __future__ import annotations
 
 import contextlib
+import decimal
 import functools
 import inspect
 import io
@@ -54,25 +55,38 @@ class TraceEffects:
 
 
 class _Stream:
-    """Notes whether something is written to a stream of Python."""
+    """Notes whether something is written to a stream of Python, by any thread: it may be a trace's."""
 
     def __init__(self, name: str) -> None:
         self._stream: Any = getattr(sys, name)
-        self.has_written = False
-        write: Any = getattr(self._stream, "write", None)
-
-        def noted(text: Any) -> Any:
-            self.has_written = True
-            return write(text)
-
-        self._is_set = isinstance(self._stream, io.TextIOBase) and "write" not in vars(self._stream)
-        if self._is_set:
-            self._stream.write = noted
+        if isinstance(self._stream, io.TextIOBase) and "write" not in vars(self._stream):
+            self._stream.write = _CountedWrite(self._stream.write)
+        # Traces in other threads share it.
+        self._write = getattr(self._stream, "write", None)
+        if isinstance(self._write, _CountedWrite):
+            self._write.users += 1
+            self._before = self._write.count
 
     def close(self) -> bool:
-        if self._is_set:
-            del self._stream.write
-        return self.has_written
+        """Return whether something was written. To be called once."""
+        if not isinstance(self._write, _CountedWrite):
+            return False
+        self._write.users -= 1
+        if not self._write.users:
+            vars(self._stream).pop("write", None)
+        return self._write.count > self._before
+
+
+class _CountedWrite:
+    """The `write` of a stream, and how often it was called."""
+
+    def __init__(self, write: Any) -> None:
+        self._write = write
+        self.count = self.users = 0
+
+    def __call__(self, text: Any) -> Any:
+        self.count += 1
+        return self._write(text)
 
 
 def _roots(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -183,4 +197,8 @@ def _settings() -> dict[str, Any]:
         "a setting of jax": dict(jax.config.values),
         "the state of numpy.random": repr(np.random.get_state()),
         "the state of random": random.getstate(),
+        "numpy's errors": np.geterr(),
+        "how numpy prints": repr(np.get_printoptions()),
+        "the decimal context": repr(decimal.getcontext()),
+        "sys.path": [*sys.path],
     }

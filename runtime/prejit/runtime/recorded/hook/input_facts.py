@@ -56,14 +56,27 @@ def link_of(path: str) -> str | None:
 
 
 def listing_digest(path: str) -> str | None:
-    """Return a digest of the names in a directory; None: it cannot be listed."""
+    """Return a digest of the names in a directory, and which lead to directories; None: it cannot be listed."""
     try:
-        names = sorted(os.listdir(path))
+        with os.scandir(path) as found:
+            names = sorted(f"{each.name}{'/' * each.is_dir()}" for each in found)
     except OSError:
         return None
-    return hashlib.blake2b(
-        "\0".join(names).encode(errors="surrogatepass"), digest_size=16
-    ).hexdigest()
+    return _digest_of(names)
+
+
+def packages_digest(path: str) -> str | None:
+    """Return a digest of the packages that are installed in a directory; None: it cannot be listed."""
+    try:
+        names = sorted(each for each in os.listdir(path) if each.endswith(("-info", ".egg")))
+    except OSError:
+        return None
+    return _digest_of(names)
+
+
+def _digest_of(names: list[str]) -> str:
+    content = "\0".join(names).encode(errors="surrogatepass")
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def file_of(module: object) -> str | None:

@@ -266,7 +266,8 @@ def array_text(array: Any, aval: Any) -> str:
         return text
     if not array._committed:
         return f"{text} uncommitted"
-    return f"{text} {sharding_json(array.sharding)} {array.format.layout}"
+    plain = getattr(array, "_base_array", array)  # of random keys, which have no layout
+    return f"{text} {sharding_json(array.sharding)} {plain.format.layout}"
 
 
 def load_executable(described: Json, key: str) -> Any:

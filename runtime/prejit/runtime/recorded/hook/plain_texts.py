@@ -6,6 +6,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import random
 import re
 import sys
 import types
@@ -25,17 +26,19 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 
 
-def text_of(value: Any) -> str:
+def text_of(value: Any, *, without_jax: bool = False) -> str:
     """Return a text of a value. Equal texts do not mean equal values: of what C holds it has the class alone.
 
     It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with
-    what they close over; of functions of the program itself also the globals that they name.
+    what they close over; of functions of the program itself also the globals that they name. `without_jax`
+    leaves out what jax's own functions close over beside functions: they keep there what they have found out.
     """
-    return _Writer().text(value, _DEPTH)
+    return _Writer(without_jax).text(value, _DEPTH)
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, without_jax: bool) -> None:
+        self._without_jax = without_jax
         self._left = _MAXIMUM_VALUES
         self._texts: dict[int, tuple[Any, str]] = {}
 
@@ -55,7 +58,7 @@ class _Writer:
         if depth == 0 or self._left <= 0:
             return name
         self._texts[id(value)] = value, f"{name} that holds itself"
-        text = self._text(value, name, depth - 1)
+        text = self._text(value, name, depth - 1) + _random_state(value)
         if len(text) > _MAXIMUM_LENGTH and depth < _DEPTH:
             text = f"{name} {digest_of(text)}"
         self._texts[id(value)] = value, text
@@ -116,6 +119,8 @@ class _Writer:
                 held.append(cell.cell_contents)
             except ValueError:  # a function that is not defined yet
                 held.append(None)
+        if self._without_jax and function.__module__.startswith("jax."):
+            held = list(filter(callable, held))
         code = function.__code__
         place = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
         if not code.co_filename.startswith(_LIBRARY) and "site-packages" not in code.co_filename:
@@ -126,6 +131,14 @@ class _Writer:
             for module in filter(inspect.ismodule, found):
                 held += [_of_module(module, name) for name in names]
         return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
+
+
+def _random_state(value: Any) -> str:
+    if isinstance(value, random.Random):
+        return digest_of(repr(value.getstate()))
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        return digest_of(repr(value._bit_generator.state))
+    return ""
 
 
 def _name(kind: type) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,17 @@ from prejit.runtime.recorded.hook.input_facts import (
     kind_of,
     link_of,
     listing_digest,
+    packages_digest,
 )
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 
-INPUT_KINDS = ("variables", "files", "listings", "kinds", "links", "absent")
+_READ: dict[str, tuple[Callable[[str], Any], str]] = {
+    "listings": (listing_digest, "the names in the directory {}"),
+    "packages": (packages_digest, "the installed packages in {}"),
+    "kinds": (kind_of, "whether {} is a file or a directory"),
+    "links": (link_of, "where the link {} leads"),
+}
+INPUT_KINDS = ("variables", "files", *_READ, "absent")
 """The kinds of inputs that are noted in the order in which they are read."""
 
 _OF_TOOLS = ("prejit", "sitecustomize", "usercustomize")
@@ -37,8 +44,13 @@ _OF_TOOLS = ("prejit", "sitecustomize", "usercustomize")
 
 
 def command_of_process() -> list[str]:
-    """Return what tells this process from others of a program: its directory and its command."""
-    return [os.getcwd(), *sys.orig_argv[1:]]
+    """Return what tells this process from others of a program: its directory and its command.
+
+    Processes of `multiprocessing` have the arguments of the program, which are not in their own command.
+    """
+    command, arguments = sys.orig_argv[1:], sys.argv[1:]
+    is_started_so = command[len(command) - len(arguments) :] == arguments
+    return [os.getcwd(), *command, *([] if is_started_so else sys.argv)]
 
 
 def calls_file(command: list[str]) -> str:
@@ -62,11 +74,11 @@ class InputComparison:
     Args:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
             "variables" [name, index of the first call after it was read, value then, or the names where code
-            LISTED variables], "files" [path, index, identity, digest], "listings" [path, index, digest],
-            "kinds" [path, index, kind], "links" [path, index, where it leads] and "absent" [name of a module,
+            LISTED variables], "files" [path, index, identity, digest], "listings" and "packages" [path, index,
+            digest], "kinds" [path, index, kind], "links" [path, index, where it leads] and "absent" [name of a module,
             index, None], each in the order of the index, "modules" the files of all imported modules by name,
             "prefix" `sys.prefix`.
-        receipts: where this user keeps identities of files that are equal although theirs differ.
+        receipts: where this user keeps identities, and digests, of files that are equal although theirs differ.
     """
 
     def __init__(self, inputs: Mapping[str, Any], receipts: Path) -> None:
@@ -76,7 +88,7 @@ class InputComparison:
         self._environment_is_equal = False
         self._modules: dict[str, str | None] = inputs["modules"]
         self._module_count = 0
-        self._known: dict[str, list[int]] | None = None
+        self._known: dict[str, list[Any]] | None = None
         self._is_new = False
 
     def difference(self, index: int) -> str | None:
@@ -108,15 +120,10 @@ class InputComparison:
         for path, identity, digest in self._until("files", index):
             if not self._is_equal(path, identity, digest):
                 return f"the file {path}"
-        for path, digest in self._until("listings", index):
-            if listing_digest(path) != digest:
-                return f"the names in the directory {path}"
-        for path, kind in self._until("kinds", index):
-            if kind_of(path) != kind:
-                return f"whether {path} is a file or a directory"
-        for path, target in self._until("links", index):
-            if link_of(path) != target:
-                return f"where the link {path} leads"
+        for kind, (read, what) in _READ.items():
+            for path, found_then in self._until(kind, index):
+                if read(path) != found_then:
+                    return what.format(path)
         for name, _ in self._until("absent", index):
             with contextlib.suppress(ModuleNotFoundError):  # of a parent
                 if find_spec(name) is not None:
@@ -136,16 +143,16 @@ class InputComparison:
         found = identity_of(path)
         if found is None or identity is None:
             return found == identity
-        if found == identity or self._receipt(path) == found:
+        if found == identity or self._receipt(path) == [found, digest]:
             return True
         if found[0] != identity[0] or digest is None or file_digest(path) != digest:
             return False
         assert self._known is not None
-        self._known[path] = found
+        self._known[path] = [found, digest]
         self._is_new = True
         return True
 
-    def _receipt(self, path: str) -> list[int] | None:
+    def _receipt(self, path: str) -> list[Any] | None:
         if self._known is None:
             self._known = {}
             with contextlib.suppress(OSError, ValueError):

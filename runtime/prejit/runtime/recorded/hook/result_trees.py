@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef, default_registry
 
 from prejit.runtime.recorded.hook.jax_calls import JaxCall, TracedPart
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
-from prejit.runtime.recorded.hook.plain_texts import attributes_of
+from prejit.runtime.recorded.hook.plain_texts import attributes_of, is_of_program
 
 _DEPTH = 12
 """How deep values given with a call are looked for."""
@@ -133,6 +133,8 @@ def _value_json(value: Any, given: list[Any]) -> Any:
     if isinstance(value, tuple) and _c_class(kind) is tuple and not attributes_of(value):
         return {"tuple": [_value_json(kind, given), [_value_json(each, given) for each in value]]}
     if _is_plain_object(kind):
+        if kind.__eq__ is object.__eq__:  # another object would not equal the one that the program has
+            raise NotKeptError(f"its results hold a {kind.__qualname__}, which equals itself alone")
         state = [[key, _value_json(each, given)] for key, each in attributes_of(value).items()]
         return {"object": [_value_json(kind, given), state]}
     raise NotKeptError(f"its results hold a {kind.__module__}.{kind.__qualname__}")
@@ -194,10 +196,13 @@ def _name_of(value: Any) -> list[str] | None:
     if isinstance(value, enum.Enum):
         class_ = _name_of(type(value))
         return None if class_ is None else [class_[0], f"{class_[1]}.{value.name}"]
-    home = type(value).__module__
-    for attribute, each in vars(sys.modules.get(home, object)).items():
-        if each is value:
-            return [home, attribute]
+    homes = [type(value).__module__]
+    if not isinstance(value, (tuple, frozenset)):  # which may be one by chance
+        homes += filter(is_of_program, [*sys.modules])
+    for home in homes:
+        for attribute, each in [*vars(sys.modules.get(home, object)).items()]:
+            if each is value:
+                return [home, attribute]
     return None
 
 

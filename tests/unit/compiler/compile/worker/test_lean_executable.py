@@ -78,9 +78,9 @@ def test_a_lean_executable_gives_the_same_bits(name):
     expected, found = ([np.asarray(x) for x in each.execute([device.put(X)])] for each in loaded)
     assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
     assert [each.dtype for each in found] == [each.dtype for each in expected]
-    # By these XLA decides whether the caller's thread runs the program.
-    counted = {hlo_module_cost(each.hlo_modules()[0]).get("flops", 0) for each in loaded}
-    assert len(counted) == 1 or max(counted) <= 0
+    # By this XLA decides whether the caller's thread runs the program.
+    costs = [hlo_module_cost(each.hlo_modules()[0]).get("flops", 0) for each in loaded]
+    assert len({cost < 1000 for cost in costs}) == 1
 
 
 def test_donated_arguments_and_the_signature_stay():
