@@ -31,7 +31,7 @@ from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import text_of
 from prejit.runtime.recorded.hook.process_inputs import InputComparison, file_digest
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json, tree_of
-from prejit.runtime.recorded.hook.start_clock import StartClock
+from prejit.runtime.recorded.hook.watch import StartClock
 
 KEYS = strategies.text(max_size=3)
 PLAIN = (

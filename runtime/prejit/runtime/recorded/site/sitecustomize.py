@@ -87,7 +87,7 @@ def _watch_inputs() -> None:
 
 
 def _time_imports() -> None:
-    """Count the seconds of the imports of this thread, for the report of a run: `start_clock` reads them."""
+    """Count the seconds of the imports of this thread, for the report of a run: `StartClock` reads them."""
     import builtins
     from _thread import get_ident
     from time import perf_counter
