@@ -244,7 +244,7 @@ def test_what_a_trace_asks_of_the_process_is_an_effect(tmp_path):
 
 def test_packages_and_files_that_code_asks_for_without_an_import_are_noted(tmp_path):
     (tmp_path / "one-1.0.dist-info").mkdir()
-    place, shared, base = str(tmp_path), "/dev/shm/prejit_no_such_file", str(tmp_path / "a b")  # noqa: S108
+    place, shared, base = str(tmp_path), "/dev/shm/prejit_no_such_file", str(tmp_path / "a b")
     code = (
         "import importlib.metadata, importlib.util, sqlite3\n"
         "importlib.util.find_spec('no_such_module'), importlib.util.find_spec('colorsys')\n"

@@ -342,7 +342,10 @@ def test_inputs_are_compared_up_to_the_call(files):
         (lambda files: (files / "a.txt").write_text("two"), "a.txt"),
         (lambda files: (files / "a.txt").unlink(), "a.txt"),
         (lambda files: (files / "listed" / "new").touch(), "listed"),
-        (lambda files: ((files / "listed" / "one").unlink(), (files / "listed" / "one").mkdir()), "listed"),
+        (
+            lambda files: ((files / "listed" / "one").unlink(), (files / "listed" / "one").mkdir()),
+            "listed",
+        ),
         (lambda files: (files / "new-1.0.dist-info").mkdir(), ""),
     ],
 )

@@ -66,7 +66,6 @@ def import_compiler(platform: str) -> None:
     """Import what compiling for a platform needs. Starts no thread, so the process can still fork safely."""
     _jaxlib.import_jaxlib()
     if platform == "cpu":  # what reads executables: a tenth of a second in each fork
-        import google.protobuf.message_factory
         import iced_x86  # noqa: F401
     else:
         from jax.experimental import topologies  # noqa: F401
