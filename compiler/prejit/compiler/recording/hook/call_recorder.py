@@ -130,7 +130,7 @@ class CallRecorder:
         self._write(self._inputs())  # what the trace has read counts for it
 
     def _end_trace(self, begun: _Begun) -> str | None:
-        """Return what a trace has changed outside itself; None: nothing. What other threads do counts, too."""
+        """Return what a trace has changed outside itself; None: nothing. Other threads count, too."""
         effects, begun.effects = begun.effects, None
         if effects is None:
             return None

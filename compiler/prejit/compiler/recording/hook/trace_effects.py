@@ -59,7 +59,8 @@ class _Stream:
 
     def __init__(self, name: str) -> None:
         self._stream: Any = getattr(sys, name)
-        if isinstance(self._stream, io.TextIOBase) and "write" not in vars(self._stream):
+        is_text = isinstance(self._stream, io.TextIOBase)
+        if is_text and "write" not in vars(self._stream):
             self._stream.write = _CountedWrite(self._stream.write)
         # Traces in other threads share it.
         self._write = getattr(self._stream, "write", None)

@@ -56,7 +56,7 @@ def link_of(path: str) -> str | None:
 
 
 def listing_digest(path: str) -> str | None:
-    """Return a digest of the names in a directory, and which lead to directories; None: it cannot be listed."""
+    """Return a digest of a directory: its names, and which are directories; None: it cannot be listed."""
     try:
         with os.scandir(path) as found:
             names = sorted(f"{each.name}{'/' * each.is_dir()}" for each in found)

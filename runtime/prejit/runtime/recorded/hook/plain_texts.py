@@ -136,9 +136,8 @@ class _Writer:
 def _random_state(value: Any) -> str:
     if isinstance(value, random.Random):
         return digest_of(repr(value.getstate()))
-    if isinstance(value, (np.random.Generator, np.random.RandomState)):
-        return digest_of(repr(value._bit_generator.state))
-    return ""
+    of_numpy = isinstance(value, (np.random.Generator, np.random.RandomState))
+    return digest_of(repr(value._bit_generator.state)) if of_numpy else ""
 
 
 def _name(kind: type) -> str:

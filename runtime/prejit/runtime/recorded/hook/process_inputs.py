@@ -74,11 +74,11 @@ class InputComparison:
     Args:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
             "variables" [name, index of the first call after it was read, value then, or the names where code
-            LISTED variables], "files" [path, index, identity, digest], "listings" and "packages" [path, index,
-            digest], "kinds" [path, index, kind], "links" [path, index, where it leads] and "absent" [name of a module,
-            index, None], each in the order of the index, "modules" the files of all imported modules by name,
-            "prefix" `sys.prefix`.
-        receipts: where this user keeps identities, and digests, of files that are equal although theirs differ.
+            LISTED variables], "files" [path, index, identity, digest], "listings" and "packages" [path,
+            index, digest], "kinds" [path, index, kind], "links" [path, index, where it leads] and "absent"
+            [name of a module, index, None], each in the order of the index, "modules" the files of all
+            imported modules by name, "prefix" `sys.prefix`.
+        receipts: where this user keeps identities and digests of files that are equal although these differ.
     """
 
     def __init__(self, inputs: Mapping[str, Any], receipts: Path) -> None:

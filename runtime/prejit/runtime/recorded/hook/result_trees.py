@@ -133,9 +133,8 @@ def _value_json(value: Any, given: list[Any]) -> Any:
     if isinstance(value, tuple) and _c_class(kind) is tuple and not attributes_of(value):
         return {"tuple": [_value_json(kind, given), [_value_json(each, given) for each in value]]}
     if _is_plain_object(kind):
-        if (
-            kind.__eq__ is object.__eq__
-        ):  # another object would not equal the one that the program has
+        # Another object would not equal the one that the program has.
+        if getattr(kind, "__eq__", None) is object.__eq__:
             raise NotKeptError(f"its results hold a {kind.__qualname__}, which equals itself alone")
         state = [[key, _value_json(each, given)] for key, each in attributes_of(value).items()]
         return {"object": [_value_json(kind, given), state]}
