@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from prejit.compiler.recording.jax_cache_packing import read_targets
-from prejit.runtime.recorded.hook import process_inputs
+from prejit.runtime.recorded.hook import input_facts, process_inputs
 
 SOURCES = {
     "main.py": """
@@ -252,7 +252,8 @@ def mutated(rng, directory):
 def compared(rng, directory, count):
     """Return how many mutations were found, by kind; "missed" ones must not be there."""
     inputs = inputs_of(directory)
-    inputs["modules"] += [*sys.modules]  # of this process
+    own = {name: input_facts.file_of(module) for name, module in sys.modules.items()}
+    inputs["modules"] |= own
     inputs["prefix"] = sys.prefix
     last = max(each[1] for each in inputs["files"])
     variables = {name: value for name, value in inputs["environment"].items() if value is not None}

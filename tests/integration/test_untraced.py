@@ -197,7 +197,10 @@ FAR = [nest()]
 far = FAR[0]
 for _ in range(6): far = (lambda inner: lambda x: inner(x))(far)
 far.__name__ = "far"
-HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed, far]
+def formats(x): np.set_printoptions(precision=3); return x * 10
+STATES = [np.random.default_rng(0), random.Random(0)]
+def drawn(x): return x * STATES[0].random() * STATES[1].random()
+HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed, far, formats, drawn]
 NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes, counts]
 NAMES += [MODEL.method, *HELD]
 x = jnp.eye(2)
@@ -211,6 +214,7 @@ print(lowers(x))  # lowering imports a module of jax that has settings
 print(jax.grad(jax.jit(jnp.sin))(0.0))
 print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.random(), MODEL.calls)
 print(KEYS.made, NESTED, Keys.made, defaulted(1), ARRAY, TEXT.getvalue(), SPACE, attributed.n)
+print([each.random() for each in STATES], np.get_printoptions()["precision"])
 print(FAR[0].__closure__[0].cell_contents, os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
 BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
 print(float(jax.jit(lambda x: x * BY[0])(1.0)))
@@ -241,6 +245,8 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
         "spaced",
         "attributed",
         "far",
+        "formats",
+        "drawn",
     )
     for name in held:
         assert re.search(rf"\b{name}\b.*: its trace changes ", said), (name, said)

@@ -200,6 +200,6 @@ def _settings() -> dict[str, Any]:
         "the state of random": random.getstate(),
         "numpy's errors": np.geterr(),
         "how numpy prints": repr(np.get_printoptions()),
-        "the decimal context": repr(decimal.getcontext()),
+        "the precision of decimals": (decimal.getcontext().prec, decimal.getcontext().rounding),
         "sys.path": [*sys.path],
     }
