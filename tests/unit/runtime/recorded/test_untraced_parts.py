@@ -282,6 +282,16 @@ def test_a_tree_refers_to_what_the_call_was_given():
         moved(jax.tree.structure(Node(0, closing(3))))
 
 
+def test_the_place_of_a_value_in_a_key_is_no_part_of_a_text():
+    def cached():
+        value = np.ones(2)
+        return {"cache": {(id(value), "x"): 1}, "value": value}
+
+    first, second = cached(), cached()
+    assert text_of(first) == text_of(second)
+    assert text_of({1 << 40: 1}) != text_of({1 << 41: 1})
+
+
 class Alone:
     """Equals no other object."""
 

@@ -10,7 +10,7 @@ import random
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ _MAXIMUM_VALUES = 20_000
 _DEPTH = 30
 _MAXIMUM_LENGTH = 200
 """Characters of the text of an inner value; a longer one is a digest."""
+_LEAST_PLACE = 1 << 32
 _MESHES = ("jax._src.mesh.Mesh", "jax._src.mesh.AbstractMesh")
 _JAXPRS = ("jax._src.core.Jaxpr", "jax._src.core.ClosedJaxpr")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -33,17 +34,26 @@ def text_of(value: Any, *, without_jax: bool = False) -> str:
     what they close over; of functions of the program itself also the globals that they name. `without_jax`
     leaves out what jax's own functions close over beside functions: they keep there what they have found out.
     """
-    return _Writer(without_jax).text(value, _DEPTH)
+    writer = _Writer(without_jax, frozenset())
+    text = writer.text(value, _DEPTH)
+    if writer.may_hold_places:  # `id` of a value, as keys of caches have it
+        text = _Writer(without_jax, writer.texts.keys()).text(value, _DEPTH)
+    return text
 
 
 class _Writer:
-    def __init__(self, without_jax: bool) -> None:
+    def __init__(self, without_jax: bool, places: Collection[int]) -> None:
         self._without_jax = without_jax
+        self._places = places
+        self.may_hold_places = False
         self._left = _MAXIMUM_VALUES
-        self._texts: dict[int, tuple[Any, str]] = {}
+        self.texts: dict[int, tuple[Any, str]] = {}
 
     def text(self, value: Any, depth: int) -> str:
         kind = type(value)
+        if kind is int and value > _LEAST_PLACE:
+            self.may_hold_places = True
+            return "the place of a value" if value in self._places else repr(value)
         if kind in _PLAIN:
             return repr(value)
         if isinstance(value, types.ModuleType):
@@ -51,17 +61,17 @@ class _Writer:
         name = _name(kind)
         if isinstance(value, enum.Enum):
             return f"{name}.{value.name}"
-        known = self._texts.get(id(value))
+        known = self.texts.get(id(value))
         if known is not None:
             return known[1]
         self._left -= 1
         if depth == 0 or self._left <= 0:
             return name
-        self._texts[id(value)] = value, f"{name} that holds itself"
+        self.texts[id(value)] = value, f"{name} that holds itself"
         text = self._text(value, name, depth - 1) + _random_state(value)
         if len(text) > _MAXIMUM_LENGTH and depth < _DEPTH:
             text = f"{name} {digest_of(text)}"
-        self._texts[id(value)] = value, text
+        self.texts[id(value)] = value, text
         return text
 
     def _text(self, value: Any, name: str, depth: int) -> str:
