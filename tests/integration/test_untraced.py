@@ -197,10 +197,13 @@ FAR = [nest()]
 far = FAR[0]
 for _ in range(6): far = (lambda inner: lambda x: inner(x))(far)
 far.__name__ = "far"
+PAIRS = zip([1, 2], iter([3, 4]))
+def paired(x): return x * next(PAIRS)[1]
 def formats(x): np.set_printoptions(precision=3); return x * 10
 STATES = [np.random.default_rng(0), random.Random(0)]
 def drawn(x): return x * STATES[0].random() * STATES[1].random()
-HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed, far, formats, drawn]
+HELD = [keyed, nested, classed, defaulted, in_place, buffered, spaced, attributed, far]
+HELD += [paired, formats, drawn]
 NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes, counts]
 NAMES += [MODEL.method, *HELD]
 x = jnp.eye(2)
@@ -245,6 +248,7 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
         "spaced",
         "attributed",
         "far",
+        "paired",
         "formats",
         "drawn",
     )

@@ -182,8 +182,15 @@ def _marks(value: Any) -> Any:
         if hasattr(value, "bit_generator"):
             return id(value), repr(value.bit_generator.state)
         if isinstance(value, (Iterator, random.Random)):
-            return id(value), repr(value.__reduce__())
+            return id(value), _position(value)
     return id(value)
+
+
+def _position(value: Any) -> tuple[Any, ...]:
+    """Return where an iterator is, and those inside it, as those of `zip`."""
+    reduced = value.__reduce__()
+    inner = reduced[1] if isinstance(reduced[1], tuple) else ()
+    return repr(reduced), *(_position(each) for each in inner if isinstance(each, Iterator))
 
 
 _MOST_BYTES = 1 << 20
