@@ -201,7 +201,7 @@ class CallRecorder:
 def _held(call: JaxCall) -> str | None:
     """Return a text of what a call's function and static arguments hold; None: they cannot be read."""
     try:
-        return text_of((call.function, call.static), without_jax=True)
+        return text_of((call.function, call.static), without_libraries=True)
     except Exception:  # of a class of the program
         return None
 

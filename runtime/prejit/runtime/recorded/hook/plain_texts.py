@@ -27,23 +27,24 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 
 
-def text_of(value: Any, *, without_jax: bool = False) -> str:
+def text_of(value: Any, *, without_libraries: bool = False) -> str:
     """Return a text of a value. Equal texts do not mean equal values: of what C holds it has the class alone.
 
     It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with
-    what they close over; of functions of the program itself also the globals that they name. `without_jax`
-    leaves out what jax's own functions close over beside functions: they keep there what they have found out.
+    what they close over; of functions of the program itself also the globals that they name.
+    `without_libraries` leaves out numbers and arrays of the closures of other functions, such as optax's:
+    they keep there what they have found out.
     """
-    writer = _Writer(without_jax, frozenset())
+    writer = _Writer(without_libraries, frozenset())
     text = writer.text(value, _DEPTH)
     if writer.may_hold_places:  # `id` of a value, as keys of caches have it
-        text = _Writer(without_jax, writer.texts.keys()).text(value, _DEPTH)
+        text = _Writer(without_libraries, writer.texts.keys()).text(value, _DEPTH)
     return text
 
 
 class _Writer:
-    def __init__(self, without_jax: bool, places: Collection[int]) -> None:
-        self._without_jax = without_jax
+    def __init__(self, without_libraries: bool, places: Collection[int]) -> None:
+        self._without_libraries = without_libraries
         self._places = places
         self.may_hold_places = False
         self._left = _MAXIMUM_VALUES
@@ -129,8 +130,8 @@ class _Writer:
                 held.append(cell.cell_contents)
             except ValueError:  # a function that is not defined yet
                 held.append(None)
-        if self._without_jax and function.__module__.startswith("jax."):
-            held = list(filter(callable, held))
+        if self._without_libraries and not is_of_program(function.__module__):
+            held = [x for x in held if callable(x) or isinstance(x, (tuple, list, dict))]
         code = function.__code__
         place = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
         if not code.co_filename.startswith(_LIBRARY) and "site-packages" not in code.co_filename:
