@@ -67,6 +67,7 @@ def import_compiler(platform: str) -> None:
     _jaxlib.import_jaxlib()
     if platform == "cpu":  # what reads executables: a tenth of a second in each fork
         import iced_x86  # noqa: F401
+        from google.protobuf import message_factory  # noqa: F401
     else:
         from jax.experimental import topologies  # noqa: F401
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.recorded.hook.plain_texts import is_of_program
+from prejit.runtime.recorded.hook.plain_texts import is_of_program, random_state
 
 
 class TraceEffects:
@@ -179,9 +179,9 @@ def _marks(value: Any) -> Any:
         if isinstance(value, (np.ndarray, array, bytearray)):
             content = memoryview(value)
             return id(value), content.nbytes <= _MOST_BYTES and hash(content.tobytes())
-        if hasattr(value, "bit_generator"):
-            return id(value), repr(value.bit_generator.state)
-        if isinstance(value, (Iterator, random.Random)):
+        if state := random_state(value):
+            return id(value), state
+        if isinstance(value, Iterator):
             return id(value), _position(value)
     return id(value)
 

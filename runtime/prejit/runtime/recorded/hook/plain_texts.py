@@ -69,7 +69,7 @@ class _Writer:
         if depth == 0 or self._left <= 0:
             return name
         self.texts[id(value)] = value, f"{name} that holds itself"
-        text = self._text(value, name, depth - 1) + _random_state(value)
+        text = self._text(value, name, depth - 1) + random_state(value)
         if len(text) > _MAXIMUM_LENGTH and depth < _DEPTH:
             text = f"{name} {digest_of(text)}"
         self.texts[id(value)] = value, text
@@ -144,7 +144,8 @@ class _Writer:
         return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
 
 
-def _random_state(value: Any) -> str:
+def random_state(value: Any) -> str:
+    """Return a digest of the state of a generator of random numbers; empty: it is none."""
     if isinstance(value, random.Random):
         return digest_of(repr(value.getstate()))
     of_numpy = isinstance(value, (np.random.Generator, np.random.RandomState))
