@@ -59,7 +59,7 @@ class Environment:
     program: Program | None = None
 
 
-_OWN = ("jax", "jaxlib", "numpy", "zstandard", "tokenizers", "jinja2", "safetensors")
+_OWN = ("jax", "jaxlib", "numpy", "blake3", "zstandard", "tokenizers", "jinja2", "safetensors")
 
 ENVIRONMENTS = {
     # What a server with prejit installs, in the versions of the bundles; safetensors is for the rows of JAX.
