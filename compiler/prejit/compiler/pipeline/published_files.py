@@ -25,7 +25,7 @@ from prejit.compiler.pipeline.model import (
 )
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
-from prejit.runtime.base.files import Identity, digest_of, store_errors
+from prejit.runtime.base.files import Identity, digest_of, hash_file, store_errors
 from prejit.runtime.errors import CheckpointError
 from prejit.runtime.machine.kept_files import Receipts
 
@@ -129,12 +129,10 @@ class HashedFile:
         with self._lock:
             if end <= self.hashed_bytes:
                 return
-            block = bytearray(_BLOCK_BYTES)
+            end = max(end, self.hashed_bytes + _BLOCK_BYTES)
             with store_errors(self._path, "read"), self._path.open("rb", buffering=0) as file:
-                file.seek(self.hashed_bytes)
-                while self.hashed_bytes < end and (count := file.readinto(block)):
-                    self._hasher.update(memoryview(block)[:count])
-                    self.hashed_bytes += count
+                count, _ = hash_file(file.fileno(), [self._hasher], self.hashed_bytes, end)
+            self.hashed_bytes += count
 
 
 @dataclass(frozen=True)

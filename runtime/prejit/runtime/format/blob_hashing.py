@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, final
 
-from prejit.runtime.base.files import Content, digest_file, store_errors, timed_digest_file
+from prejit.runtime.base.files import (
+    Content,
+    digest_file,
+    hash_file,
+    store_errors,
+    timed_digest_file,
+)
 from prejit.runtime.base.process_facts import span
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import RejectError
@@ -216,16 +221,11 @@ def _nothing() -> float:
     return 0.0
 
 
-_buffers = threading.local()
-"""One buffer a thread, for a chunk: a new one would have to be filled with zeros each time."""
-
-
 def check_chunk(
     file: OpenFile, start: int, end: int, expected: str, hasher: hashlib._Hash | None = None
 ) -> float:
     """Compare a chunk of a file with its digest by BLAKE3. Return the seconds that reading it took.
 
-    It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
     `hasher` gets the bytes too.
 
     Raises:
@@ -236,20 +236,15 @@ def check_chunk(
 
     if file.arriving is not None:
         file.arriving.wait(end)
-    size = end - start
-    if len(getattr(_buffers, "chunk", b"")) < size:
-        _buffers.chunk = bytearray(size)
-    view, count = memoryview(_buffers.chunk)[:size], 0
-    started = time.perf_counter()
+    size, chunk = end - start, blake3()
     with _readable(file.path):
-        while count < size and (more := os.preadv(file.descriptor, [view[count:]], start + count)):
-            count += more
-    seconds = time.perf_counter() - started
+        count, seconds = hash_file(
+            file.descriptor, [chunk] if hasher is None else [chunk, hasher], start, end
+        )
     where = f"bytes {start} to {end - 1}"
     if count < size:
         raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
-    found = blake3(view).hexdigest()
-    if found != expected:
+    if (found := chunk.hexdigest()) != expected:
         error = RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
         if file.arriving is not None:
             file.arriving.refuse(error)
@@ -258,8 +253,6 @@ def check_chunk(
         file.arriving is not None
     ):  # while we wait for the network; one by one they take 0.5 s for 500 MB
         _map_pages(file.content, start, size)
-    if hasher is not None:
-        hasher.update(view)
     return seconds
 
 

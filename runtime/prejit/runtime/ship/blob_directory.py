@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from prejit.runtime.base.files import Identity
+from prejit.runtime.base.files import Identity, hash_file
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock, sync_directory
 from prejit.runtime.errors import PrejitError, RejectError, StoreError
@@ -294,10 +294,11 @@ def _hash_behind(
     found: Callable[[str], object],
 ) -> None:
     """Hash a file from a place on, as it arrives. `before` has seen what is before that."""
-    hasher, buffer = before.copy(), memoryview(bytearray(_HASH_BYTES))
+    hasher = before.copy()
     for place in range(start, at.size, _HASH_BYTES):
-        arrival.wait(min(place + _HASH_BYTES, at.size))
-        hasher.update(buffer[: os.preadv(descriptor, [buffer], place)])
+        end = min(place + _HASH_BYTES, at.size)
+        arrival.wait(end)
+        hash_file(descriptor, [hasher], place, end)
     found(f"sha256:{hasher.hexdigest()}")
 
 
