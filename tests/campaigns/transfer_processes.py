@@ -19,7 +19,7 @@ from prejit.runtime.ship.shipping import ship
 
 PRELOADED = (
     "tests.campaigns.transfer_processes",
-    "prejit.runtime.ship.registry",
+    "prejit.runtime.ship.registry_repository",
     "prejit.runtime.ship.object_repository",
     "prejit.runtime.ship.directory_repository",
     "oras.auth",
@@ -124,8 +124,8 @@ def _hurry(answer_seconds):
         blob_directory,
         directory_repository,
         object_repository,
-        registry,
         registry_client,
+        registry_repository,
         remote_files,
     )
 
@@ -133,16 +133,16 @@ def _hurry(answer_seconds):
         (remote_files, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
         (registry_client, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
         (registry_client, "_MOST_PAUSE_SECONDS", 0.02),
-        (registry, "_MANIFEST_PAUSES_SECONDS", (0.0, 0.01)),
+        (registry_repository, "_MANIFEST_PAUSES_SECONDS", (0.0, 0.01)),
         # As if others filled the disk after the store has looked at it.
         (MachineStore, "check_room", lambda store, shipment: None),
         (object_repository, "ANSWER_SECONDS", answer_seconds),
         (object_repository, "open_objects", partial(object_repository.open_objects, retries=False)),
     ]
-    for module in (blob_directory, directory_repository, object_repository, registry):
+    for module in (blob_directory, directory_repository, object_repository, registry_repository):
         changes.append((module, "PIECE_BYTES", PIECE_BYTES))
     for module, name, value in changes:
         getattr(module, name)
         setattr(module, name, value)
-    defaults = registry.Registry.__init__.__kwdefaults__
+    defaults = registry_repository.Registry.__init__.__kwdefaults__
     defaults["answer_seconds"] = answer_seconds

@@ -26,7 +26,12 @@ from prejit.runtime.generation import slots as engine
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import SAMPLING_OPTIONS, Request
-from prejit.runtime.generation.sampling import Logprob, bias_row, history_row, place_sampling
+from prejit.runtime.generation.sampling_arguments import (
+    Logprob,
+    bias_row,
+    history_row,
+    place_sampling,
+)
 from prejit.runtime.generation.shared_prefix import Prefix
 
 from .test_state_space import state_space_bundle

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.generate import Piece
     from prejit.runtime.generation.options import Defaults, Options, Request, Sampling
     from prejit.runtime.generation.rows import Token, Usage
-    from prejit.runtime.generation.sampling import Logprob
+    from prejit.runtime.generation.sampling_arguments import Logprob
     from prejit.runtime.generation.session import Session
     from prejit.runtime.generation.shared_prefix import Prefix
     from prejit.runtime.jitted.decorator import JitStats, jit
@@ -75,7 +75,7 @@ _HOMES = {
     "generation.shared_prefix": ("Prefix",),
     "generation.options": ("Defaults", "Options", "Request", "Sampling"),
     "generation.rows": ("Token", "Usage"),
-    "generation.sampling": ("Logprob",),
+    "generation.sampling_arguments": ("Logprob",),
     "jitted.decorator": ("JitStats", "jit"),
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),

@@ -21,7 +21,7 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, run
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Request, Sampling
-from prejit.runtime.generation.sampling import place_sampling
+from prejit.runtime.generation.sampling_arguments import place_sampling
 
 Say = Callable[[str], None]
 """A function that shows one line of progress."""

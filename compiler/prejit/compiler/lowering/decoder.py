@@ -86,9 +86,9 @@ def lower_decoder(
         copy     (source: another cache), rows [B], (target*: this cache)   -> (target)
 
     Kinds that begin with "adapted-" take the adapter of each row [B] and the stacks of adapters
-    (row_adapters.py) first, after the weights. `sampling` stands for the arrays of sampling.SamplingInputs,
-    `chosen` for those of sampling.Chosen. The cache and arguments with a star are donated. On a mesh, weights
-    and cache are split; everything else is on every device.
+    (row_adapters.py) first, after the weights. `sampling` stands for the arrays of
+    sampling_programs.SamplingInputs, `chosen` for those of its Chosen. The cache and arguments with a star
+    are donated. On a mesh, weights and cache are split; everything else is on every device.
 
     Args:
         model: implements `protocol.DecoderModel`, or `protocol.EncoderDecoderModel` if there is a source.

@@ -2,7 +2,7 @@
 
     build_interface.py   the options of a build, its services and its result
     plan.py              manifest -> plan: programs x targets, and what the store has of them
-    reuse.py             plan -> jobs: which executables the store has, for `prejit plan` and a build alike
+    planned_executables.py   plan -> jobs: which executables the store has
     result_keys.py       the ingredients of every key
     stored_traces.py     traces of the user's code in the store
     model.py             the model: its files, and what they say

@@ -61,9 +61,9 @@ from prejit.compiler.pipeline.pack.model_layers import (
 )
 from prejit.compiler.pipeline.pack.provenance import build_provenance
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
+from prejit.compiler.pipeline.planned_executables import TargetTools
 from prejit.compiler.pipeline.published_files import Published, find_published
 from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.shards import Packing, Turn
 from prejit.compiler.pipeline.submitted_jobs import (
     CompiledTarget,

@@ -129,7 +129,7 @@ class HashedFile:
         with self._lock:
             if end <= self.hashed_bytes:
                 return
-            end = max(end, self.hashed_bytes + _BLOCK_BYTES)
+            end += (self.hashed_bytes - end) % _BLOCK_BYTES  # few reads, of whole blocks
             with store_errors(self._path, "read"), self._path.open("rb", buffering=0) as file:
                 count, _ = hash_file(file.fileno(), [self._hasher], self.hashed_bytes, end)
             self.hashed_bytes += count

@@ -15,7 +15,12 @@ from prejit.compiler.compile.executor import Executor, collect, find_compiled, p
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
-from prejit.compiler.pipeline.reuse import TargetTools, UnknownError, known_job, why_made
+from prejit.compiler.pipeline.planned_executables import (
+    TargetTools,
+    UnknownError,
+    known_job,
+    why_made,
+)
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError

@@ -22,7 +22,7 @@ from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.names import EMPTY_MEDIA_TYPE, MANIFEST_MEDIA_TYPE
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.registry import Registry
+from prejit.runtime.ship.registry_repository import Registry
 from prejit.runtime.ship.repository import PIECE_BYTES
 
 RESULT = "dev.prejit.result"

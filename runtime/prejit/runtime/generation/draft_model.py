@@ -18,7 +18,7 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_l
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Namespace, Sampling
 from prejit.runtime.generation.rows import Row
-from prejit.runtime.generation.sampling import place_sampling
+from prejit.runtime.generation.sampling_arguments import place_sampling
 
 _MOST_POSITIONS = 256
 """About how many positions of a text it reads before the next decode step, which others may wait for."""

@@ -20,7 +20,7 @@ from prejit.runtime.generation.options import (
     resolve,
 )
 from prejit.runtime.generation.rows import Token, Usage
-from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.runtime.generation.slots import Slots
 from prejit.runtime.text.bundle_text import BundleText
 

@@ -14,7 +14,7 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Sampling
 from prejit.runtime.generation.rows import Row
-from prejit.runtime.generation.sampling import (
+from prejit.runtime.generation.sampling_arguments import (
     Logprob,
     history_row,
     masked_bias,

@@ -12,7 +12,7 @@ from prejit.runtime.base import arguments
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Namespace, Request
-from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias
+from prejit.runtime.generation.sampling_arguments import Logprob, bias_row, check_bias
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.prompt_lookup import PromptLookup

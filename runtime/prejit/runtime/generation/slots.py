@@ -27,7 +27,7 @@ from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefill import Chunks, Entering, Limit, no_limit, whole
 from prejit.runtime.generation.rows import CachedText, Row, Token, admit
-from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.sampling_arguments import Logprob
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.cache_growth import Growth

@@ -27,7 +27,7 @@ from prejit.runtime.ship.repository import (
 )
 
 if TYPE_CHECKING:
-    from prejit.runtime.ship.registry import Registry
+    from prejit.runtime.ship.registry_repository import Registry
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def open_repository(reference: Reference) -> Repository:
     """
     # Each brings packages of its own.
     if reference.scheme == REGISTRY:
-        from prejit.runtime.ship.registry import Registry
+        from prejit.runtime.ship.registry_repository import Registry
 
         return Registry(reference)
     if reference.is_remote:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
-from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
@@ -44,7 +44,6 @@ from prejit.server.openai.constraints import (
 )
 from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.event_streams import EventStream, around_choices, ending
-from prejit.server.openai.fields import Logprobs, Sampled, Tokens, TokenUsage, check_fields
 from prejit.server.openai.logprobs import (
     ChoiceLogprobs,
     PromptLogprobs,
@@ -53,6 +52,13 @@ from prejit.server.openai.logprobs import (
     for_chat,
     scores_of_prompts,
     token_names,
+)
+from prejit.server.openai.text_request_fields import (
+    Logprobs,
+    Sampled,
+    Tokens,
+    TokenUsage,
+    check_fields,
 )
 from prejit.server.openai.token_masks import token_masks
 from prejit.server.openai.tool_calls import Reader, ToolCall

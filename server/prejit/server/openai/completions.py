@@ -12,14 +12,13 @@ from starlette.responses import Response
 
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
-from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.bodies import ResponseFields, encode, identity, read
 from prejit.server.openai.engine_calls import TextCall, text_call
 from prejit.server.openai.event_streams import EventStream, around_choices, ending
-from prejit.server.openai.fields import Logprobs, Sampled, TokenUsage, check_fields
 from prejit.server.openai.logprobs import (
     CompletionLogprobLists,
     CompletionLogprobs,
@@ -28,6 +27,7 @@ from prejit.server.openai.logprobs import (
     scores_of_prompts,
     token_names,
 )
+from prejit.server.openai.text_request_fields import Logprobs, Sampled, TokenUsage, check_fields
 from prejit.server.openai.token_masks import token_masks
 from prejit.server.served.served import Models, Served
 

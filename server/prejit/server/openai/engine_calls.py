@@ -16,14 +16,19 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.image_prompts import read_images
-from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.request_clients import check_tokens, priority, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import asked_model
-from prejit.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage, new_tokens
 from prejit.server.openai.pictures import reading
 from prejit.server.openai.prompts import kept, need_text_model
+from prejit.server.openai.text_request_fields import (
+    PromptTokensDetails,
+    Sampled,
+    TokenUsage,
+    new_tokens,
+)
 from prejit.server.served.served import Models, Served
 
 if TYPE_CHECKING:

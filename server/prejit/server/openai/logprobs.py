@@ -15,7 +15,7 @@ import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import ContextError
-from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.runtime.text.vocabulary import TokenBytes
 from prejit.server.openai import engine_calls
 from prejit.server.openai.bodies import ResponseFields

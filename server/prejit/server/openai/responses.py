@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.generation.finished_text import Result, Stats
-from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.server.gate.http_errors import as_api_error, field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
@@ -37,7 +37,6 @@ from prejit.server.openai.constraints import (
 )
 from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.event_streams import EventStream
-from prejit.server.openai.fields import check_fields
 from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
 from prejit.server.openai.responses_schema import (
     DECODER,
@@ -56,6 +55,7 @@ from prejit.server.openai.responses_schema import (
     ResponseSchemaFormat,
     ResponseUsage,
 )
+from prejit.server.openai.text_request_fields import check_fields
 from prejit.server.openai.token_masks import token_masks
 from prejit.server.openai.tool_calls import Parts, ToolCall
 from prejit.server.openai.tool_calls import read as read_parts

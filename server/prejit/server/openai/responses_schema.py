@@ -15,8 +15,8 @@ from prejit.server.openai.chat_messages import (
     TextFormat,
     TextPart,
 )
-from prejit.server.openai.fields import Logprobs, Sampled, Tokens
 from prejit.server.openai.logprobs import TokenLogprob
+from prejit.server.openai.text_request_fields import Logprobs, Sampled, Tokens
 
 
 class InputText(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"):

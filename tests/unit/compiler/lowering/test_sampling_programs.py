@@ -20,7 +20,7 @@ from prejit.compiler.lowering.sampling_programs import (
     sample_each,
 )
 from prejit.runtime.generation.options import Sampling
-from prejit.runtime.generation.sampling import arrays, history_row
+from prejit.runtime.generation.sampling_arguments import arrays, history_row
 
 V = 40
 PROMPT = [1, 2, 2, 5, 30]

@@ -34,9 +34,9 @@ from prejit.compiler.pipeline.plan import (
     plan_build,
     stored_bits,
 )
+from prejit.compiler.pipeline.planned_executables import COMPILE, planned_executables
 from prejit.compiler.pipeline.published_files import find_published
 from prejit.compiler.pipeline.result_keys import compile_key, versions
-from prejit.compiler.pipeline.reuse import COMPILE, planned_executables
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore

@@ -29,14 +29,14 @@ from prejit.runtime.errors import StoreError
 from prejit.runtime.format import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import registry
+from prejit.runtime.ship import registry_repository
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
 store, host, user = MachineStore(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 here = Fingerprint.current()
-registry.Registry(parse_reference(f"oci://{host}/call:v1")).resolve("v1")  # imports what it needs
+registry_repository.Registry(parse_reference(f"oci://{host}/call:v1")).resolve("v1")  # imports what it needs
 if user:
     os.setuid(user)
 try:

@@ -13,7 +13,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
-from prejit.runtime.ship import registry, repository
+from prejit.runtime.ship import registry_repository, repository
 from prejit.runtime.ship.object_repository import ObjectRepository, open_objects
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
@@ -87,8 +87,8 @@ def test_a_registry(fault, said):
     ],
 )
 def test_an_endless_list_of_tags_or_none(page, said, monkeypatch):
-    monkeypatch.setattr(registry, "_MOST_PAGES", 3)
-    monkeypatch.setattr(registry, "_MOST_PAGE_BYTES", 4096)
+    monkeypatch.setattr(registry_repository, "_MOST_PAGES", 3)
+    monkeypatch.setattr(registry_repository, "_MOST_PAGE_BYTES", 4096)
     monkeypatch.setattr(repository, "MOST_TAGS", 20)
     asked = []
 

@@ -20,7 +20,7 @@ from prejit.compiler.pipeline.lower.program_lowering import (
 from prejit.compiler.pipeline.measure.measured_speed import measure_missing, runs_here
 from prejit.compiler.pipeline.model import uses_kernels
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, kernels_of
-from prejit.compiler.pipeline.reuse import TargetTools, job_of
+from prejit.compiler.pipeline.planned_executables import TargetTools, job_of
 from prejit.compiler.pipeline.submitted_jobs import Submitted, submit, submit_known
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.targets.toolchain import Toolchain

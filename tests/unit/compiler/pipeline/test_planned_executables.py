@@ -14,7 +14,12 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.build_interface import Services
 from prejit.compiler.pipeline.build_run import begin
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
+from prejit.compiler.pipeline.planned_executables import (
+    CACHED,
+    COMPILE,
+    TRACED,
+    planned_executables,
+)
 from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore

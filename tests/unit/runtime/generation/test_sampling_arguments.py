@@ -5,7 +5,7 @@ import pytest
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.options import Sampling
-from prejit.runtime.generation.sampling import arrays, bias_row, history_row
+from prejit.runtime.generation.sampling_arguments import arrays, bias_row, history_row
 
 
 @pytest.mark.parametrize(

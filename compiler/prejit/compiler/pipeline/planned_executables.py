@@ -1,7 +1,8 @@
-"""The executables that the store has. `known_job` decides it, for `prejit plan` and for a build alike.
+"""The executables that a plan needs, and which of them the store has.
 
-A plan asks whether the store has the result of a job; a build submits the same job. So a plan says "cached"
-of what a build takes from the store.
+`known_job` makes the job of an executable, which a build submits and for which a plan asks the store; the
+key of the job decides for both (`compile.executor.find_compiled`), so a plan says "cached" of what a build
+takes from the store.
 """
 
 from __future__ import annotations
