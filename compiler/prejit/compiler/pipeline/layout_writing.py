@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.files import digest_file, digest_of, is_digest, store_errors
+from prejit.runtime.base.file_hashing import digest_file
+from prejit.runtime.base.files import digest_of, is_digest, store_errors
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError

@@ -25,7 +25,8 @@ from prejit.compiler.pipeline.model import (
 )
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
-from prejit.runtime.base.files import Identity, digest_of, hash_file, store_errors
+from prejit.runtime.base.file_hashing import hash_file
+from prejit.runtime.base.files import Identity, digest_of, store_errors
 from prejit.runtime.errors import CheckpointError
 from prejit.runtime.machine.kept_files import Receipts
 

@@ -14,13 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, final
 
-from prejit.runtime.base.files import (
-    Content,
-    digest_file,
-    hash_file,
-    store_errors,
-    timed_digest_file,
-)
+from prejit.runtime.base.file_hashing import digest_file, hash_file
+from prejit.runtime.base.files import Content, store_errors
 from prejit.runtime.base.process_facts import span
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import RejectError
@@ -261,17 +256,16 @@ def check_whole(file: OpenFile, digest: str, chunks: Chunks | None) -> float:
 
     Result and errors as `check_chunk`.
     """
+    hasher, seconds = hashlib.sha256(), 0.0
     if chunks is None:
         if file.arriving is not None:
             file.arriving.wait(file.identity.size)
         with _readable(file.path):
-            found, seconds = timed_digest_file(file.descriptor)
+            _, seconds = hash_file(file.descriptor, [hasher])
     else:
-        hasher, seconds = hashlib.sha256(), 0.0
         for start, end, expected in chunks.places(file.identity.size):
             seconds += check_chunk(file, start, end, expected, hasher)
-        found = f"sha256:{hasher.hexdigest()}"
-    if found != digest:
+    if (found := f"sha256:{hasher.hexdigest()}") != digest:
         raise RejectError(file.path, f"expected {digest}, found {found}")
     return seconds
 

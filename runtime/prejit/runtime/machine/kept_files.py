@@ -20,7 +20,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple, final
 
-from prejit.runtime.base.files import Identity, digest_file, digest_of, is_digest, store_errors
+from prejit.runtime.base.files import Identity, digest_of, is_digest, store_errors
 from prejit.runtime.base.process_facts import is_plain_start
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
@@ -183,6 +183,8 @@ class Receipts:
 
     def digest_of(self, path: Path) -> str:
         """Return the digest of a file, from its receipt or by hashing it. Raise StoreError if that fails."""
+        from prejit.runtime.base.file_hashing import digest_file
+
         with store_errors(path, "read"), open(path, "rb") as file:
             identity = Identity.of(os.fstat(file.fileno()))
             if (known := self.find(identity)) is not None:

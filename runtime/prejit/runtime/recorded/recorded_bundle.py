@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from prejit.runtime.base.files import Identity, digest_file, store_errors
+from prejit.runtime.base.file_hashing import digest_file
+from prejit.runtime.base.files import Identity, store_errors
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.written_files import locking
 from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, UsageError

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from prejit.runtime.base.files import Identity, hash_file
+from prejit.runtime.base.file_hashing import hash_file
+from prejit.runtime.base.files import Identity
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock, sync_directory
 from prejit.runtime.errors import PrejitError, RejectError, StoreError

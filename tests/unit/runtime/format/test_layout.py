@@ -17,7 +17,8 @@ from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.runtime import __main__
-from prejit.runtime.base.files import digest_file, digest_of, map_file
+from prejit.runtime.base.file_hashing import digest_file
+from prejit.runtime.base.files import digest_of, map_file
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.blobs import check_blobs, read_whole

@@ -9,7 +9,8 @@ from dataclasses import astuple
 import pytest
 
 from prejit.runtime.__main__ import main
-from prejit.runtime.base.files import Identity, digest_of, timed_digest_file
+from prejit.runtime.base.file_hashing import hash_file
+from prejit.runtime.base.files import Identity, digest_of
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import blob_hashing
 from prejit.runtime.format.blobs import check_blobs
@@ -211,15 +212,18 @@ def test_a_rejected_bundle_leaves_no_receipt_of_damage(bundle_dir, largest, at_o
 def test_a_file_changed_while_hashed_gets_no_receipt(bundle_dir, largest, at_once, monkeypatch):
     """The identity is taken before the hash, so a change during it shows at the next start."""
 
-    def digest_then_change(descriptor):
-        digest, seconds = timed_digest_file(descriptor)
-        if digest == f"sha256:{largest.name}":
+    def hash_then_change(descriptor, hashers, *part):
+        result = hash_file(descriptor, hashers, *part)
+        if hashers[-1].hexdigest() == largest.name:
             time.sleep(0.02)
             write_and_set_times_back(largest)
-        return digest, seconds
+            changed.append(largest)
+        return result
 
-    monkeypatch.setattr(blob_hashing, "timed_digest_file", digest_then_change)
+    changed = []
+    monkeypatch.setattr(blob_hashing, "hash_file", hash_then_change)
     hashed(bundle_dir, Receipts(bundle_dir))
+    assert changed
     monkeypatch.undo()
     with pytest.raises(RejectError, match=largest.name):
         load(bundle_dir)
