@@ -35,8 +35,6 @@ from prejit.compiler.cluster.node import (
 )
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import (
-    compile_once,
-    find_compiled,
     give_error,
     give_result,
     need_of,
@@ -44,6 +42,7 @@ from prejit.compiler.compile.executor import (
 )
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
+from prejit.compiler.compile.stored_executables import compile_once, find_compiled
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address

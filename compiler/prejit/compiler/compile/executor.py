@@ -1,4 +1,4 @@
-"""The interface of executors of compile jobs, and the code that puts their results into the store.
+"""The interface of executors of compile jobs, and what they have in common.
 
 `pool.WorkerPool` is the executor that compiles in worker processes of this machine.
 """
@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
+from prejit.compiler.compile.stored_executables import as_compiled
 from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
-from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
+from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 _BASE_SECONDS, _SECONDS_A_BYTE = 0.1, 100e-6
 _BASE_BYTES, _BYTES_A_BYTE = 300 << 20, 1000
@@ -100,50 +99,6 @@ def pass_on(future: Future[Compiled], ended: Future[Compiled]) -> None:
         future.set_result(ended.result())
 
 
-def find_compiled(store: Store, key: Key) -> Compiled | None:
-    """Return the undamaged result of a compile key; None: it has to be compiled."""
-    return _as_compiled(store.get(key, verify=True))
-
-
-def _as_compiled(stored: Mapping[str, Any] | None) -> Compiled | None:
-    """Return a result of a store; None: there is none, or another version of prejit wrote other fields."""
-    with suppress(RejectError):
-        return None if stored is None else Compiled.from_plain(stored)
-    return None
-
-
-def compile_once(
-    store: Store,
-    job: CompileJob,
-    compile_job: Callable[[CompileJob], Compiled | None],
-    *,
-    progress: Progress,
-    give_up: Callable[[], bool],
-) -> tuple[Compiled | None, bool]:
-    """Return the result of a job, from the store or compiled now and put into the store.
-
-    Builds that share a store compile a job once: the others wait for the one that compiles it.
-
-    `compile_job` returns None if it was ended, and `give_up` ends the wait for another build.
-
-    Returns:
-        The result, or None where the job was ended; and whether it was compiled now.
-    """
-    label = f"waiting for another build, which compiles {job.program} for {job.target.name}"
-    with ExitStack() as stack:
-        with progress.phase(label):
-            held = stack.enter_context(store.making(job.key, give_up=give_up))
-        if not held:
-            return None, False
-        # Another build may have compiled it since it was submitted.
-        if (stored := find_compiled(store, job.key)) is not None:
-            return stored, False
-        compiled = compile_job(job)
-        if compiled is not None:
-            store.put(job.key, compiled.to_plain(), blobs=[compiled.executable.digest])
-        return compiled, True
-
-
 def collect(
     futures: Mapping[tuple[str, str], Future[Compiled]],
 ) -> dict[tuple[str, str], Compiled]:
@@ -176,7 +131,7 @@ def collect(
 
 def need_of(store: Store, job: CompileJob) -> Need:
     """Return what the last compile of this name took, whatever its key, else an estimate by the size."""
-    known = _as_compiled(store.last_result(job.key.kind, job.key.name))
+    known = as_compiled(store.last_result(job.key.kind, job.key.name))
     if known is None:
         path = store.blob_path(job.source.program)
         return size_need(0 if path is None else path.stat().st_size)

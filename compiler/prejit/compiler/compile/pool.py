@@ -18,14 +18,13 @@ from typing import final
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import (
-    compile_once,
-    find_compiled,
     give_error,
     give_result,
     need_of,
     size_need,
 )
 from prejit.compiler.compile.schedule import Need
+from prejit.compiler.compile.stored_executables import compile_once, find_compiled
 from prejit.compiler.compile.worker_process import (
     JOB_SECONDS,
     WorkerKilledError,

@@ -1,8 +1,8 @@
 """The executables that a plan needs, and which of them the store has.
 
-`known_job` makes the job of an executable, which a build submits and for which a plan asks the store; the
-key of the job decides for both (`compile.executor.find_compiled`), so a plan says "cached" of what a build
-takes from the store.
+`known_job` makes the job of an executable, which a build submits and for which a plan asks the store. The
+job's key decides for both (`compile.stored_executables`), so a plan says "cached" of what a build takes from
+the store.
 """
 
 from __future__ import annotations

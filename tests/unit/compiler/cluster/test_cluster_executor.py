@@ -14,8 +14,8 @@ from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 from prejit.compiler.cluster.connection import Ended, Size, check_address
 from prejit.compiler.cluster.node import Order, bring, inputs_of, open_exchange, send
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.schedule import Loss, Need
+from prejit.compiler.compile.stored_executables import find_compiled
 from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
