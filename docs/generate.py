@@ -133,7 +133,7 @@ def reference_pages() -> dict[Path, str]:
 
 def with_lists_of_rules(page: str) -> str:
     """Return a page with the lists that `<!-- rules: NAME -->` asks for, from the table of rules."""
-    rules = tomllib.loads((DOCS / "check-order.toml").read_text())
+    rules = tomllib.loads((ROOT / "runtime" / "check-order.toml").read_text())
     lists = {
         "loading": [each for each in rules["loading"] if each["number"].isdigit()],
         "policy": [each for each in rules["loading"] if not each["number"].isdigit()],

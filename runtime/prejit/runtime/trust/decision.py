@@ -1,7 +1,7 @@
 """The rule: whether a policy lets a bundle run, from what is attached to it. No reading of files.
 
-For each target that may run, rules P1 to P6 of docs/check-order.toml, in this order. A reason is enforced or
-only reported, by the level of the rule.
+For each target that may run, rules P1 to P6 of runtime/check-order.toml, in this order. The level of
+its rule decides whether a reason is enforced or only reported.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from prejit.runtime.format import checks
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 
-ORDER = tomllib.loads((Path(__file__).parents[4] / "docs" / "check-order.toml").read_text())
+ORDER = tomllib.loads((Path(__file__).parents[4] / "runtime" / "check-order.toml").read_text())
 RULES = (*ORDER["loading"], *ORDER["attached"])
 X = np.ones((2, 16), np.float32)
 
