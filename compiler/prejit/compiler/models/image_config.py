@@ -36,12 +36,7 @@ from prejit.runtime.errors import CheckpointError
 _LABELED = "ForImageClassification"
 _MOST_LABELS = 2**16
 _UNREAD = (
-    "num_labels",
-    "id2label",
-    "label2id",
-    "dtype",
-    "torch_dtype",
-    "name_or_path",
+    *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "name_or_path"),
     "_name_or_path",
 )
 """Keys that no family reads. transformers would act on them."""

@@ -232,8 +232,9 @@ class Block(nnx.Module):
             outputs = [asked, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
             for name, size in zip(names.qkv, outputs, strict=True):
                 place(self, name, Linear(width, size, bias=bias))
-        output = Linear(queries, width, bias=family.of(config, family.output_bias))
-        place(self, names.output, output)
+        if family.output_bias is not None:
+            bias = family.of(config, family.output_bias)
+        place(self, names.output, Linear(queries, width, bias=bias))
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
         of_heads: list[Any] = [heads.size] * 2

@@ -9,10 +9,11 @@ LoRA: Hu et al. 2021, arXiv 2106.09685. Each row its own: Punica, Chen et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +84,9 @@ class RowAdapters:
 _ROWS: ContextVar[RowAdapters | None] = ContextVar("row_adapters", default=None)
 
 
-@contextmanager
-def adapting(rows: RowAdapters | None) -> Iterator[None]:
+def adapting(rows: RowAdapters | None) -> AbstractContextManager[Any]:
     """Trace models whose rows have adapters inside the block."""
-    token = _ROWS.set(rows)
-    try:
-        yield
-    finally:
-        _ROWS.reset(token)
+    return product_forms.while_tracing(_ROWS, rows)
 
 
 def are_changed(*places: StackPlace | None) -> bool:
