@@ -142,8 +142,7 @@ class ImageTower(nnx.Module):
 
     def normed(self, x: jax.Array) -> jax.Array:
         """Return x [B, T, D] behind the last norm."""
-        result: jax.Array = part_of(self, self.family.norm)(x)
-        return result
+        return part_of(self, self.family.norm)(x)
 
     def embed(self, pixels: jax.Array) -> jax.Array:
         """Map pixels to the tokens before the first layer: float32 [B, T, D]."""

@@ -229,8 +229,7 @@ def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
     """
     if table.dtype != jnp.float32:
         table, index = lax.optimization_barrier((table, index))
-    rows: jax.Array = table.at[index].get(mode="clip").astype(jnp.float32)
-    return rows
+    return table.at[index].get(mode="clip").astype(jnp.float32)
 
 
 def scaled(y: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
@@ -362,8 +361,7 @@ def split(x: jax.Array, *axes: str | None) -> jax.Array:
     """Return x with its dimensions split over these axes of the mesh in context; x itself without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    constrained: jax.Array = lax.with_sharding_constraint(x, PartitionSpec(*axes))
-    return constrained
+    return lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
 class LayerNorm(nnx.Module):

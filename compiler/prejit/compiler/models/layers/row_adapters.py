@@ -123,12 +123,10 @@ def changed(
             inner = x[index] @ matrix(down, slot).T
             return y.at[index].add(inner @ matrix(up, slot))
 
-        added: jax.Array = lax.cond(slot > 0, add, lambda y: y, y)
-        return added
+        return lax.cond(slot > 0, add, lambda y: y, y)
 
     def by_row(y: jax.Array) -> jax.Array:
-        whole: jax.Array = lax.fori_loop(0, len(y), row, y)
-        return whole
+        return lax.fori_loop(0, len(y), row, y)
 
     def gathered(y: jax.Array) -> jax.Array:
         taken = jnp.maximum(slots - 1, 0)
@@ -136,5 +134,4 @@ def changed(
         change = jnp.einsum("btr,bro->bto", inner, up[taken, layer])
         return jnp.where(slots[:, None, None] > 0, y + change, y)
 
-    sum_: jax.Array = lax.platform_dependent(y, cpu=by_row, default=gathered)
-    return sum_
+    return lax.platform_dependent(y, cpu=by_row, default=gathered)
