@@ -235,8 +235,7 @@ def _known_version(cache: Store, command: list[str], program: str) -> str | None
     """Return the version of a compiler that a build has noted."""
     if (known := cache.get(_version_key(command, program))) is None:
         raise _UnknownVersionError(command[0])
-    version: str | None = known["version"]
-    return version
+    return known["version"]
 
 
 def _version_key(command: list[str], program: str) -> Key:
