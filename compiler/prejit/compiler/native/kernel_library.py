@@ -405,4 +405,4 @@ def glibc_of(library: SharedLibrary) -> str | None:
     form = r"GLIBC_(\d{1,9}(?:\.\d{1,9})*)"
     found = [re.fullmatch(form, version) for version in library.versions]
     numbers = [match[1] for match in found if match is not None]
-    return max(numbers, key=lambda text: tuple(map(int, text.split("."))), default=None)
+    return max(numbers, key=_numbers, default=None)
