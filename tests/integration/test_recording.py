@@ -142,7 +142,7 @@ def aged(file):
         file, entry=dataclasses.replace(file.entry, ingredients=digests, file=name)
     )
 files = {each.entry.file: each for each in map(aged, target.programs.values())}
-target = dataclasses.replace(target, requirement=old, programs=files)
+target = dataclasses.replace(target, requirement=old, programs=files, given="")
 write_layout(Path(sys.argv[2]), *assemble("serve", [packed(target, "serve")]))
 """
 

@@ -128,6 +128,19 @@ def test_a_recording_is_built_for_levels_which_start_without_a_trace(
     assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
 
 
+def test_a_recording_onto_what_was_built_keeps_the_names_of_its_targets(
+    built, on_two_devices, tmp_path
+):
+    again = tmp_path / "serve"
+    shutil.copytree(built, again)
+    before = {each.name: {*each.programs} for each in read_targets(again)}
+    assert before.keys() == {*LEVELS}
+    recorded(on_two_devices, again)
+    after = {each.name: {*each.programs} for each in read_targets(again)}
+    assert before.items() <= after.items()
+    assert len(after) == len(before) + 1
+
+
 def test_each_program_that_xla_compiles_is_built_with_the_recorded_flags(here, python_at):
     (here / "parts.py").write_text(PARTS)
     flags = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}
@@ -207,7 +220,7 @@ def test_of_several_recorded_targets_that_of_the_installed_jax_is_built(here, re
     needs = dataclasses.replace(target.requirement, jaxlib="0.0.1")
     both = [
         dataclasses.replace(target, programs=few),
-        dataclasses.replace(target, requirement=needs),
+        dataclasses.replace(target, requirement=needs, given=""),
     ]
     write_bundle(tmp_path / "both", "both", [packed(each, "both") for each in both])
     built = build_recording(tmp_path / "both", tmp_path / "out", [LEVELS[1]], cache=here / "cache")

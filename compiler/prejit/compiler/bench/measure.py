@@ -114,8 +114,7 @@ def _fresh_process(setup: Setup, use: Mapping[str, Any]) -> dict[str, Any]:
             code,
             hint="`prejit generate` or `prejit call` on this bundle may say more",
         )
-    facts: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return facts
+    return json.loads(output.splitlines()[-1])
 
 
 def judge(

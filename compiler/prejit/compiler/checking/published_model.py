@@ -142,7 +142,8 @@ def _sizes(dtype: str, module: Any) -> StoredSizes:
     if dtype == "float32":  # a published matrix may have 16 bits, and is widened as a whole
         largest += largest // 2
     unread, parts = 0, dict(nnx.iter_modules(module))
-    chosen = next((part.mixture.routing.chosen for part in parts.values() if _is_mixture(part)), 0)
+    mixtures = (getattr(part, "mixture", None) for part in parts.values())
+    chosen = next((each.routing.chosen for each in mixtures if each is not None), 0)
     has_head = any(path and path[-1] == "lm_head" for path in parts)
     for part in parts.values():
         if isinstance(part, ExpertMatrices):
@@ -152,10 +153,6 @@ def _sizes(dtype: str, module: Any) -> StoredSizes:
             rows = part.weight.shape[0]
             unread += _bytes(nnx.state(part)) * (rows - 1) // rows
     return StoredSizes(dtype, whole, whole - unread, _BUILD_BYTES + largest)
-
-
-def _is_mixture(part: Any) -> bool:
-    return getattr(part, "mixture", None) is not None
 
 
 def _bytes(arrays: Any) -> int:

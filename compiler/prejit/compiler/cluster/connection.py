@@ -221,8 +221,7 @@ class RayConnection:
         for running in (*self._running.values(), *self._doubts):
             if running.attempt in nodes:
                 running.nodes = frozenset({nodes[running.attempt]})
-        found: list[tuple[int, str]] = begun
-        return found
+        return begun
 
     def close(self) -> None:
         """End all attempts, and leave the cluster."""

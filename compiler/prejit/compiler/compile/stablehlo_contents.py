@@ -46,10 +46,9 @@ def operations(portable: bytes, platforms: Sequence[str], platform: str) -> Oper
 
 def as_text(portable: bytes, platforms: Sequence[str], platform: str) -> str:
     """Return a program as MLIR's text. Arguments and errors as `stablehlo_module`."""
-    text: str = stablehlo_module(portable, platforms, platform).operation.get_asm(
+    return stablehlo_module(portable, platforms, platform).operation.get_asm(
         enable_debug_info=False, large_elements_limit=_SHOWN_ELEMENTS
     )
-    return text
 
 
 def count_flops(portable: bytes, platforms: Sequence[str], platform: str) -> float:

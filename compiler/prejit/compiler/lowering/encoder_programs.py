@@ -114,8 +114,7 @@ def lower_images(
     weights = dict(reads.weights)
 
     def function(weights: Mapping[str, jax.Array], pixels: jax.Array) -> jax.Array:
-        result: jax.Array = reads.bind(weights).image(pixels)
-        return result
+        return reads.bind(weights).image(pixels)
 
     pixels = jax.ShapeDtypeStruct((spec.bucket["batch"], *size, 3), jnp.uint8)
     exported = export_with(forms, function, (weights, pixels))

@@ -159,8 +159,7 @@ def _shapes(
 
 def _bound(model: Parametrized) -> EncoderDecoderModel:
     """Return the model with shapes for parameters, for methods that compute nothing."""
-    bound: EncoderDecoderModel = model.bind(dict(model.weights))
-    return bound
+    return model.bind(dict(model.weights))
 
 
 def _differing(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:

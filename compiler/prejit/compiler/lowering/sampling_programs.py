@@ -226,12 +226,11 @@ def _adjusted(
         | (sampling.frequency_penalty != 0)
     )
     # Both branches add the bias: a branch that returns the logits unchanged would copy them.
-    adjusted: jax.Array = lax.cond(
+    return lax.cond(
         jnp.any(penalised),
         lambda: _penalised(logits, sampling, history()) + sampling.bias,
         lambda: logits + sampling.bias,
     )
-    return adjusted
 
 
 def _penalised(logits: jax.Array, sampling: SamplingInputs, history: jax.Array) -> jax.Array:

@@ -259,7 +259,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
                 table["check"]["function"] = _CALLABLE
         programs.append({**table, "function": function, "params": params})
     mesh = manifest.mesh
-    plain: dict[str, Any] = _plain(
+    return _plain(
         {
             "bundle": asdict(manifest.bundle),
             "model": None if manifest.model is None else _model_data(manifest.model),
@@ -270,7 +270,6 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "target": [{"name": target.name} for target in manifest.targets],
         }
     )
-    return plain
 
 
 def _model_data(model: Model) -> dict[str, Any]:

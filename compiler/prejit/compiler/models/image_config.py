@@ -27,7 +27,7 @@ from prejit.compiler.models.families.image_towers import ImageFamily
 from prejit.compiler.models.families.sentence import EncoderConfig
 from prejit.compiler.models.families.sentence_layout import read_layout
 from prejit.compiler.models.layers import product_forms
-from prejit.compiler.models.layers.config_checks import Checks, check_config, check_file
+from prejit.compiler.models.layers.config_checks import check_config, check_file
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, Naming, refused
 from prejit.compiler.models.layers.linear import ACTIVATIONS
 from prejit.compiler.models.parameters import Parameter, parameters_of
@@ -36,12 +36,7 @@ from prejit.runtime.errors import CheckpointError
 _LABELED = "ForImageClassification"
 _MOST_LABELS = 2**16
 _UNREAD = (
-    "num_labels",
-    "id2label",
-    "label2id",
-    "dtype",
-    "torch_dtype",
-    "name_or_path",
+    *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "name_or_path"),
     "_name_or_path",
 )
 """Keys that no family reads. transformers would act on them."""
@@ -90,7 +85,7 @@ def load_images(directory: Path) -> ImageSource:
     config.name_or_path = str(directory)
     for part, prefix in _parts(config, row):
         texts = prefix == "text_config."
-        _check_values(file, part, prefix, row.text_keys if texts else row.keys)
+        check_config(file, part, row.text_keys if texts else row.keys, prefix)
         allowed = row.text_allowed if texts else row.allowed
         for key, values in {**allowed, "hidden_act": tuple(ACTIVATIONS)}.items():
             found = getattr(part, key, values[0])
@@ -146,20 +141,6 @@ def _parts(config: Any, row: ImageRow) -> list[tuple[Any, str]]:
     if isinstance(row.towers, ImageFamily):
         return [(config, "")]
     return [(config.text_config, "text_config."), (config.vision_config, "vision_config.")]
-
-
-def _check_values(file: Path, part: Any, prefix: str, checks: Checks) -> None:
-    check_config(file, _Prefixed(part, prefix), {prefix + key: c for key, c in checks.items()})
-
-
-class _Prefixed:
-    """A configuration whose keys have a prefix."""
-
-    def __init__(self, part: Any, prefix: str) -> None:
-        self._part, self._prefix = part, prefix
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name.removeprefix(self._prefix))
 
 
 def _check_image(file: Path, config: Any, row: ImageRow, processing: ImageProcessing) -> None:

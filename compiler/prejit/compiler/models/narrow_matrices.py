@@ -8,8 +8,8 @@ scales multiply its result, or x. Whatever else the function does with a matrix 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,15 +74,9 @@ Uses = dict[str, set[tuple[int, ...] | None]]
 _USES: ContextVar[Uses | None] = ContextVar("uses", default=None)
 
 
-@contextmanager
-def recording() -> Iterator[Uses]:
+def recording() -> AbstractContextManager[Uses]:
     """Record what functions that are called inside the block do with matrices."""
-    uses: Uses = {}
-    token = _USES.set(uses)
-    try:
-        yield uses
-    finally:
-        _USES.reset(token)
+    return product_forms.while_tracing(_USES, {})
 
 
 def _record(matrix: NarrowMatrix, axes: tuple[int, ...] | None) -> None:
@@ -126,6 +120,7 @@ def _product(equation: Any, given: list[Any], place: int) -> jax.Array | None:
     along some contracted and some other axis, or where axes of the matrix would have to move.
     """
     matrix, x = given[place], given[1 - place]
+    sizes = matrix.values.shape
     contracted, batches = equation.params["dimension_numbers"]
     wanted = equation.params["preferred_element_type"]
     if any(batches) or x.dtype != jnp.float32 or wanted not in (None, jnp.float32):
@@ -136,10 +131,11 @@ def _product(equation: Any, given: list[Any], place: int) -> jax.Array | None:
     )
     inner = tuple(axis for axis, _ in pairs)
     outer = tuple(axis for axis in matrix.order if axis not in inner)
-    if not inner or not outer or (*inner, *outer) not in _straight(inner, outer):
+    every = tuple(range(len(sizes)))
+    straight = every, (*every[len(outer) :], *every[: len(outer)])  # no value has to move
+    if not inner or not outer or (*inner, *outer) not in straight:
         return None
-    kept = [axis for axis in range(matrix.values.ndim) if axis not in matrix.shared]
-    sizes = matrix.values.shape
+    kept = [axis for axis in every if axis not in matrix.shared]
     axes = [axis for _, axis in pairs]
     x = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
     free = x.shape[: x.ndim - len(axes)]
@@ -151,7 +147,7 @@ def _product(equation: Any, given: list[Any], place: int) -> jax.Array | None:
     inputs, outputs = (math.prod(sizes[axis] for axis in each) for each in (inner, outer))
     in_out = inner[0] < outer[0]
     stored = matrix.values.reshape((inputs, outputs) if in_out else (outputs, inputs))
-    is_plain = in_out and matrix.order == tuple(range(len(sizes)))
+    is_plain = in_out and matrix.order == every
     _record(matrix, tuple(axis + matrix.depth for axis in inner) if is_plain else None)
     of_outer = [sizes[axis] for axis in outer]
     scale = None
@@ -178,12 +174,6 @@ def _multiplied(
         return kernel_calls.linear(x, kernel_calls.Operand(stored, scale))
     y = linear.dot(x, stored, 0 if in_out else 1, form)
     return y if scale is None else y * scale
-
-
-def _straight(inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the orders of axes with which a matrix is two axes, without moving a value."""
-    every = tuple(range(len(inner) + len(outer)))
-    return every, (*every[len(outer) :], *every[: len(outer)])
 
 
 def _scan(equation: Any, given: list[Any]) -> Sequence[Any]:

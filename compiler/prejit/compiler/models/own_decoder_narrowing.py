@@ -200,8 +200,7 @@ class _Narrow:
             return self.bind(wide)(*arguments, every=every)
 
         matrices, tokens = lax.optimization_barrier((dict(self.matrices), tokens))
-        found: tuple[jax.Array, Cache] = call_narrow(call, matrices, tokens, start, length, cache)
-        return found
+        return call_narrow(call, matrices, tokens, start, length, cache)
 
 
 class _NarrowDecoder(_Narrow):
@@ -219,8 +218,7 @@ class _NarrowEncoderDecoder(_Narrow):
 
     def source(self, rows: int, size: int) -> jax.ShapeDtypeStruct:
         """See protocol.EncoderDecoderModel."""
-        found: jax.ShapeDtypeStruct = self.shell.source(rows, size)
-        return found
+        return self.shell.source(rows, size)
 
     def encode(self, source: jax.Array, length: jax.Array, positions: int, dtype: str) -> Cache:
         """See protocol.EncoderDecoderModel."""

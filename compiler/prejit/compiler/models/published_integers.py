@@ -198,5 +198,4 @@ def _has_values(plain: Integers) -> Values:
     outputs, count = plain.scales.shape
     values = plain.values.reshape(outputs, count, -1)
     zeros = 0 if plain.zeros is None else plain.zeros[..., None]
-    found: Values = (values != zeros).any(-1)
-    return found
+    return (values != zeros).any(-1)

@@ -392,8 +392,7 @@ def _largest(stored: StoredDtype) -> int:
 
 def _peaks(values: Values, axes: tuple[int, ...]) -> Values:
     """Return the largest absolute value of each output."""
-    found: Values = np.maximum(values.max(axis=axes, initial=0), -values.min(axis=axes, initial=0))
-    return found
+    return np.maximum(values.max(axis=axes, initial=0), -values.min(axis=axes, initial=0))
 
 
 def _factors(peaks: Values, stored: StoredDtype) -> Values:

@@ -83,5 +83,4 @@ def _split_sizes(module: Any) -> dict[str, int]:
 
 
 def _extent(part: Linear, *, outputs: bool) -> int:
-    size: int = part.weight.shape[1 if outputs == part.in_out else 0]
-    return size
+    return part.weight.shape[1 if outputs == part.in_out else 0]

@@ -235,8 +235,7 @@ def _known_version(cache: Store, command: list[str], program: str) -> str | None
     """Return the version of a compiler that a build has noted."""
     if (known := cache.get(_version_key(command, program))) is None:
         raise _UnknownVersionError(command[0])
-    version: str | None = known["version"]
-    return version
+    return known["version"]
 
 
 def _version_key(command: list[str], program: str) -> Key:
@@ -406,4 +405,4 @@ def glibc_of(library: SharedLibrary) -> str | None:
     form = r"GLIBC_(\d{1,9}(?:\.\d{1,9})*)"
     found = [re.fullmatch(form, version) for version in library.versions]
     numbers = [match[1] for match in found if match is not None]
-    return max(numbers, key=lambda text: tuple(map(int, text.split("."))), default=None)
+    return max(numbers, key=_numbers, default=None)

@@ -191,8 +191,7 @@ class PlannedProgram:
         """The parameters of a function that need not be traced, as `content_of` describes them."""
         if self.lowered is None or self.trace is None or self.trace.result is None:
             return None
-        found: Mapping[str, str] = self.trace.result["parameters"]
-        return found
+        return self.trace.result["parameters"]
 
 
 @dataclass(frozen=True)

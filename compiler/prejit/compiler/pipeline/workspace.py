@@ -103,8 +103,7 @@ class Workspace:
         if self.plan.own is not None:
             return self.plan.own.vocab_size
         own = self.code().model if self.plan.manifest.has_own_model else None
-        size: int = self.model().shape.vocab_size if own is None else own.vocab_size
-        return size
+        return self.model().shape.vocab_size if own is None else own.vocab_size
 
     def parameters(self) -> dict[str, Contents]:
         """Return the parameters of the user's functions by section, where they have any."""

@@ -19,7 +19,6 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.pipeline.build_run import make_toolchain
-from prejit.compiler.pipeline.pack.bundle_files import PackedTarget
 from prejit.compiler.pipeline.plan import why_not
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.progress import Progress, open_progress
@@ -114,14 +113,9 @@ def build_recording(
     ):
         built = [_built(recording, each, source, store, pool, progress) for each, source in chosen]
         compiled = len(pool.compiled)
-    packs = []
-    for (each, _), (made, _) in sorted(
-        zip(chosen, built, strict=True), key=lambda pair: pair[0][0].name
-    ):
-        pack = packed(made, path.name)
-        packs.append(PackedTarget(replace(pack.config, target=each.name), pack.layers))
-    digest = write_bundle(path, path.name, packs)
-    count = sum(made.count for made, _ in built)
+    targets = sorted((made for made, _ in built), key=lambda made: made.name)
+    digest = write_bundle(path, path.name, [packed(each, path.name) for each in targets])
+    count = sum(made.count for made in targets)
     left_out = dict.fromkeys(
         f"{file.entry.name}: the recording lacks its lowered form: an older prejit recorded it, or jax's "
         "custom_partitioning has Python in it"
@@ -140,7 +134,7 @@ def build_recording(
     return BuiltRecording(
         path,
         digest,
-        tuple(each.config.target for each in packs),
+        tuple(each.name for each in targets),
         compiled,
         count - compiled,
         tuple(left_out),
@@ -255,7 +249,7 @@ def _built(
     # XLA's flags and the devices are in jax's keys, and in the options that a program was recorded with.
     needs = replace(needs, xla_flags=None, device_count=None)
     lines = [str(error).partition("\n")[0] for error in refused.values()]
-    return RecordedTarget(needs, source.versions, made), lines
+    return RecordedTarget(needs, source.versions, made, given=wanted.name), lines
 
 
 def _calls(file: RecordedFile, programs: Container[str]) -> RecordedFile:

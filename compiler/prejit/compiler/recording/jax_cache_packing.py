@@ -78,12 +78,14 @@ class RecordedTarget:
         versions: of the packages that compiled them, by name.
         programs: its files, by name.
         lowered: programs as jax lowered them (`RecordedLowering`), by the name of the file.
+        given: its name in its bundle; empty: it is in none.
     """
 
     requirement: Requirement
     versions: Mapping[str, str]
     programs: Mapping[str, RecordedFile]
     lowered: Mapping[str, bytes] = field(default_factory=dict)
+    given: str = ""
 
     @property
     def count(self) -> int:
@@ -92,7 +94,9 @@ class RecordedTarget:
 
     @property
     def name(self) -> str:
-        """Return its name: what people want to know first, and some digits that no other target has."""
+        """Return its name, or a new one: what people want to know first, and digits that no other has."""
+        if self.given:
+            return self.given
         needs = self.requirement
         kind = re.sub(r"[^a-z0-9]+", "-", (needs.device_kind or needs.platform).lower()).strip("-")
         return f"{kind}-jaxlib{needs.jaxlib}-{digest_of(to_json(needs))[7:15]}"
@@ -135,7 +139,8 @@ def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:
             )
         config = contents.config
         lowered = read_lowered(layout, contents.manifest)
-        found.append(RecordedTarget(config.requirement, config.versions, programs, lowered))
+        parts = (config.requirement, config.versions, programs, lowered, config.target)
+        found.append(RecordedTarget(*parts))
     return tuple(found)
 
 

@@ -203,8 +203,7 @@ def parse_json(stored: bytes) -> dict[str, Any] | None:
     digest, _, content = stored.partition(b"\n")
     if digest != digest_of(content).encode():
         return None
-    body: dict[str, Any] = json.loads(content)
-    return body
+    return json.loads(content)
 
 
 def size_of(path: Path) -> int | None:

@@ -204,8 +204,7 @@ class DirectoryStore:
                 return None
             if verify and not self._files.verify_blob(digest):
                 return None
-        result: dict[str, Any] = body["result"]
-        return result
+        return body["result"]
 
     def map(self, ask: Callable[[_Item], _Answer], items: Iterable[_Item]) -> Iterator[_Answer]:
         """See `Store.map`."""
@@ -219,8 +218,7 @@ class DirectoryStore:
         """See `Store.last_result`."""
         for key in self.last_keys(kind, name):
             if (body := self._files.read_json(self._action(key))) is not None:
-                result: dict[str, Any] = body["result"]
-                return result
+                return body["result"]
         return None
 
     def last_keys(self, kind: str, name: str) -> tuple[Key, ...]:

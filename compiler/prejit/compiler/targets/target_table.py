@@ -76,17 +76,8 @@ class TargetTable:
 
 
 _OVERRIDES = (
-    *(
-        "architecture",
-        "cpu",
-        "cpus",
-        "device_kind",
-        "compute_capability",
-        "memory_bytes",
-        "driver",
-        "gpu",
-    ),
-    *("generation", "topology", "jax"),
+    *("architecture", "cpu", "cpus", "device_kind", "compute_capability", "memory_bytes"),
+    *("driver", "gpu", "generation", "topology", "jax"),
 )
 
 

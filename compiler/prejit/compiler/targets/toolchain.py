@@ -67,7 +67,7 @@ def gpu_config(target: Target) -> str:
 
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
-"""XLA flag that puts kernels into the same objects on every build host; `disassembly.in_order` sorts these.
+"""XLA flag that puts kernels into the same objects on every build host; `disassembly.narrowed` sorts these.
 GPT-2's programs compile as fast as without it (2 CPUs)."""
 
 

@@ -136,8 +136,7 @@ class DrawnLoad:
 
     def gaps(self, count: int, generator: np.random.Generator) -> Floats:
         """Return gaps of a gamma distribution."""
-        found: Floats = generator.gamma(self.burstiness, size=count)
-        return found
+        return generator.gamma(self.burstiness, size=count)
 
     def requests(self, count: int, generator: np.random.Generator) -> list[LoadRequest]:
         """Return requests with random words."""

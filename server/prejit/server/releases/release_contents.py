@@ -15,7 +15,7 @@ from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest, ProgramEntry
 from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, GENERATION_MEDIA_TYPE
-from prejit.runtime.format.opening import OpenTarget, match, read_contents
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.release_limits import ReleaseLimits
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.compare import compare
@@ -103,7 +103,7 @@ def read_release(path: str, digest: str = "") -> ReleaseContents:
             contents.config,
             contents.manifest,
             _defaults(layout, contents.manifest),
-            limits_of(contents.manifest, _manifest_path(layout, chosen)),
+            limits_of(contents.manifest, layout.blob_path(chosen.descriptor.digest)),
         )
 
     if is_reference(path):
@@ -118,10 +118,6 @@ def read_release(path: str, digest: str = "") -> ReleaseContents:
             hint="put each release into a directory of its own",
         )
     return found
-
-
-def _manifest_path(layout: LayoutFiles, target: OpenTarget) -> str:
-    return layout.blob_path(target.descriptor.digest)
 
 
 def _defaults(layout: LayoutFiles, manifest: ImageManifest) -> dict[str, Any]:
@@ -152,8 +148,7 @@ def compare_contents(
         *([_fleet_check(old, new, machines)] if machines else ()),
         _program_check(old.config, new.config),
         *_text_checks(old, new),
-        _fetched_check(old, new, limits),
-        _needed_check(old, new, limits),
+        *_size_checks(old, new, limits),
         *_accuracy_check(old.config, new.config, limits.share("max_perplexity_change")),
     ]
     return checks, limits
@@ -305,26 +300,16 @@ def _text_checks(old: ReleaseContents, new: ReleaseContents) -> Iterator[Release
         yield ReleaseCheck("chat template", "failed", "there", "none", "chats are refused")
 
 
-def _fetched_bytes(release: ReleaseContents) -> int:
-    return sum(layer.size for layer in release.manifest.layers)
-
-
-def _needed_bytes(release: ReleaseContents) -> int:
-    return max((each.memory.need_bytes for each in release.config.programs), default=0)
-
-
-def _fetched_check(
+def _size_checks(
     old: ReleaseContents, new: ReleaseContents, limits: ReleaseLimits
-) -> ReleaseCheck:
-    was, now = _fetched_bytes(old), _fetched_bytes(new)
-    return growth_check("bytes to fetch", was, now, limits.share("max_larger"), limits.bundle_bytes)
-
-
-def _needed_check(
-    old: ReleaseContents, new: ReleaseContents, limits: ReleaseLimits
-) -> ReleaseCheck:
-    was, now = _needed_bytes(old), _needed_bytes(new)
-    return growth_check("memory of programs", was, now, limits.share("max_more_memory"), None)
+) -> Iterator[ReleaseCheck]:
+    was, now = (sum(layer.size for layer in side.manifest.layers) for side in (old, new))
+    yield growth_check("bytes to fetch", was, now, limits.share("max_larger"), limits.bundle_bytes)
+    was, now = (
+        max((each.memory.need_bytes for each in side.config.programs), default=0)
+        for side in (old, new)
+    )
+    yield growth_check("memory of programs", was, now, limits.share("max_more_memory"), None)
 
 
 def growth_check(name: str, old: float, new: float, share: float, most: int | None) -> ReleaseCheck:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import special
 from tests.extent import examples
 
-from prejit.compiler.models.layers import int4_words, integer_rows
+from prejit.compiler.models.layers import int4_words, linear
 from prejit.compiler.native.kernel_library import SOURCES
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -136,7 +136,7 @@ def rounded_to_bytes(x):
 def test_measurements_round_x_as_kernels_of_int4():
     x = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
     x[1, :32] *= 1e-35
-    found = integer_rows.rounded_groups(x)
+    found = linear.rounded_groups(x)
     np.testing.assert_allclose(found, rounded_to_bytes(x), rtol=1e-6)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.models.layers import integer_rows
+from prejit.compiler.models.layers import linear
 from prejit.compiler.native.kernel_library import SOURCES
 
 from . import kernel_builds, kernel_frames
@@ -85,7 +85,7 @@ def test_what_follows_a_product_and_rows_with_a_peak(kernels, shape, activation)
     large = np.arange(x.shape[1]) % 6 == 0  # as channels of trained models
     x[2::3] *= np.where(large, 1, 1 / 60)  # the root mean square has 30 steps
     up, residual, bias = weight[::-1].copy(), drawn(2, len(x), len(weight), 1)[0], scale * 30
-    rounded = np.asarray(integer_rows.rounded(x), np.float64)
+    rounded = np.asarray(linear.rounded(x), np.float64)
     values = [rounded @ each.astype(np.float64).T * scale + bias for each in (weight, up)]
     plain = run(kernels, x, [weight], [scale], bias=bias, activation=activation, residual=residual)
     expected = activated(activation, values[0]) + residual
@@ -126,7 +126,7 @@ def test_neither_nan_nor_infinity_is_hidden_and_small_rows_are_finite(kernels, r
     x *= np.float32(3e38)  # the range of a row is beyond float32
     found = run(kernels, x, [one], [scale])[:, : x.shape[1]] / scale[: x.shape[1]]
     np.testing.assert_allclose(found, x, rtol=0, atol=3e38 / 252)
-    np.testing.assert_allclose(integer_rows.rounded(x), found, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(linear.rounded(x), found, rtol=1e-6, atol=0)
 
 
 def test_sums_beyond_32_bits_are_right(kernels):

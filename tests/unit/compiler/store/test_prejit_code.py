@@ -78,7 +78,7 @@ CHANGES = [
     ("compiler.pipeline.measure.sizes_child:_NUDGE", {"SIZES"}),
     ("runtime.machine.fingerprint:Fingerprint", {"GOLDEN"}),
     ("compiler.compile.worker.worker_compile:ZSTD_LEVEL", {"COMPILING"}),
-    ("compiler.compile.worker.disassembly:in_order", {"COMPILING"}),
+    ("compiler.compile.worker.disassembly:narrowed", {"COMPILING"}),
     ("compiler.compile.worker.xla:_compile_ahead", {"COMPILING"}),
     ("runtime.device._jax_parts:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
     ("compiler.native.kernel_library:_LINK_FLAGS", {"KERNELS"}),

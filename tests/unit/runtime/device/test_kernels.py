@@ -150,11 +150,12 @@ def test_a_library_for_another_machine_is_a_mismatch_before_it_is_read(
 STAND_IN = """
 import sys
 import numpy as np
-from prejit.compiler.compile.worker.xla import compile_portable, stand_in_for_kernels
+from prejit.compiler.compile.worker.worker_compile import with_kernels
+from prejit.compiler.compile.worker.xla import compile_portable
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 library, program, other = (open(path, "rb").read() for path in sys.argv[1:])
-stand_in_for_kernels(library)
+program = with_kernels(program, library)
 assert "prejit-kernels" not in open("/proc/self/maps").read()
 compiled = compile_portable(program).serialized
 assert compiled == other, "the stand-in is in what was compiled"

@@ -12,8 +12,7 @@ from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.served import bundle_swaps
 from prejit.server.served.bundle_swaps import BundleSwaps
-from prejit.server.served.running_requests import RunningRequests
-from prejit.server.served.served import ModelNotFoundError, Models, Served
+from prejit.server.served.served import ModelNotFoundError, Models, RunningRequests, Served
 
 
 class StandInBundle:

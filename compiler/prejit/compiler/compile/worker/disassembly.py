@@ -98,28 +98,17 @@ def declared_features(serialized: bytes) -> tuple[str, ...]:
 
 
 def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
-    """Return an XLA:CPU executable that declares these extensions and no others.
+    """Return an XLA:CPU executable that declares these extensions and no others, with its objects sorted.
 
     When XLA loads an executable, it logs an error for each declared extension that the machine lacks, even
-    if the code does not use it.
+    if the code does not use it. It writes objects in the order in which its threads finish them, and finds
+    their functions by name: sorted, the same objects give the same bytes.
 
     Raises:
         BuildError: the bytes are not such an executable.
     """
     header, executable = read_executable(serialized)
     executable.result.machine.features = ",".join(f"+{name}" for name in features)
-    return header + message_bytes(executable)
-
-
-def in_order(serialized: bytes) -> bytes:
-    """Return an XLA:CPU executable with its objects sorted: the same bytes for the same objects.
-
-    XLA writes objects in the order in which its threads finish them, and finds their functions by name.
-
-    Raises:
-        BuildError: the bytes are not such an executable.
-    """
-    header, executable = read_executable(serialized)
     objects = sorted(executable.result.objects, key=message_bytes)
     replace_messages(executable.result.objects, objects)
     return header + message_bytes(executable)

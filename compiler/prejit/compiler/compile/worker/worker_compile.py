@@ -12,18 +12,19 @@ from collections.abc import Callable, Mapping
 import zstandard
 
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
-from prejit.compiler.compile.worker.disassembly import in_order, narrowed, used_features
+from prejit.compiler.compile.worker.disassembly import narrowed, used_features
 from prejit.compiler.compile.worker.lean_executable import with_kept_hlo
 from prejit.compiler.compile.worker.xla import (
     CompiledProgram,
     CompileFor,
     compile_portable,
     register_stand_ins,
-    stand_in_for_kernels,
 )
 from prejit.compiler.native.products import with_library
 from prejit.runtime.base.files import digest_of
+from prejit.runtime.device import kernels
 from prejit.runtime.device.portable import bind_calls
+from prejit.runtime.format.names import kernel_target
 
 ZSTD_LEVEL = 9
 """Compression level of executables. A GPT-2 program of 776 kB, which compiles in 1.3 s, shrinks to 91 kB
@@ -40,7 +41,7 @@ def compile_program(portable: bytes, machine: CompileFor) -> CompiledProgram:
     if machine.platform != "cpu":
         return program
     features = used_features(program.serialized)
-    serialized = in_order(narrowed(program.serialized, features))
+    serialized = narrowed(program.serialized, features)
     if not RecordedLowering.is_in(portable):  # jax's own functions may show the HLO of those
         serialized = with_kept_hlo(serialized)
     return CompiledProgram(serialized, program.memory, features)
@@ -51,8 +52,9 @@ def with_kernels(program: bytes, library: bytes) -> bytes:
 
     XLA learns the names of the kernels alone: this machine may lack their instructions or their glibc.
     """
-    stand_in_for_kernels(library)
-    return with_library(program, digest_of(library))
+    digest = digest_of(library)
+    register_stand_ins(kernel_target(name, digest) for name in kernels.kernels_of(library))
+    return with_library(program, digest)
 
 
 def with_libraries(program: bytes, calls: Mapping[str, str]) -> bytes:

@@ -13,12 +13,10 @@ from prejit.compiler.compile.compile_jobs import CANNOT_COMPILE
 from prejit.compiler.compile.gpu_convolutions import WITHOUT_CUDNN, has_plain_convolutions
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
 from prejit.compiler.compile.worker.xla_messages import message_bytes, read_message
-from prejit.runtime.base.files import digest_of
-from prejit.runtime.device import _jax_parts, _jaxlib, kernels
+from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.device.portable import stablehlo_module
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.bundle_schema import Memory
-from prejit.runtime.format.names import kernel_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +116,6 @@ def compile_portable(
             )
         raise BuildError(f"{CANNOT_COMPILE}: {error}", hint=hint) from error
     return CompiledProgram(serialized, memory)
-
-
-def stand_in_for_kernels(library: bytes) -> None:
-    """Register the names of a library's kernels with XLA, so that it compiles programs that call them.
-
-    This process does not load the library: the machine may lack its instructions or its glibc. The compiled
-    program is the same; running it in this process fails.
-    """
-    digest = digest_of(library)
-    register_stand_ins(kernel_target(name, digest) for name in kernels.kernels_of(library))
 
 
 def _described_devices(machine: CompileFor) -> tuple[Any, ...]:

@@ -283,8 +283,7 @@ def _dict_key(key: Any, what: str) -> trees.Key:
             f"{what}: expected dicts whose keys are texts or integers, found the key {key.key!r}",
             hint="use a list in its place, or a dict whose keys are texts",
         )
-    found: trees.Key = key.key
-    return found
+    return key.key
 
 
 def _constants(value: Any, fields: tuple[str, ...]) -> tuple[tuple[str, Constant], ...]:

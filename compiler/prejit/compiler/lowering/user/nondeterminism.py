@@ -194,8 +194,7 @@ _watch: _Watch | None = None
 
 def _of_module() -> random.Random:
     """Return the generator of the functions of `random`."""
-    generator: random.Random = random.random.__self__  # type: ignore[attr-defined]
-    return generator
+    return random.random.__self__  # type: ignore[attr-defined]
 
 
 def _is_users(file: str) -> bool:

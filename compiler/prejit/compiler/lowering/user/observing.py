@@ -111,8 +111,7 @@ def observing(observer: Observer) -> Iterator[None]:
         # Not from __pycache__, which holds only for whole seconds: the digest is of what runs.
         content = self.get_data(path)
         observer.note_source(fullname, path, content, is_package=self.is_package(fullname))
-        code: CodeType = self.source_to_code(content, path)
-        return code
+        return self.source_to_code(content, path)
 
     def find_spec(name: str, *args: Any) -> Any:
         if is_on():

@@ -198,7 +198,8 @@ class DecoderFamily:
         inner: key of the width inside the MLP, or what returns it; where it is null, the width is four times
             the model's.
         is_gated: whether the MLP has a gate.
-        bias, output_bias, mlp_bias: of query, keys and values, of attention's output, and of the MLP.
+        bias, output_bias, mlp_bias: of query, keys and values, of attention's output (None: as `bias`), and
+            of the MLP.
         head_bias: whether the language-model head has a bias.
         is_parallel: whether attention and the MLP read the same x. Without a norm of its own the MLP reads
             what attention reads.
@@ -237,7 +238,7 @@ class DecoderFamily:
     inner: str | Callable[[Any], int] = "intermediate_size"
     is_gated: bool = True
     bias: bool | str = False
-    output_bias: bool | str = False
+    output_bias: bool | str | None = None
     mlp_bias: bool | str = False
     head_bias: bool | str = False
     is_parallel: bool | str = False
@@ -270,8 +271,7 @@ class DecoderFamily:
     def keys(self) -> tuple[str, ...]:
         """The keys of config.json that the fields name."""
         fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
-        fields += [self.head_bias]
-        fields += [self.is_interleaved, self.clip]
+        fields += [self.head_bias, self.is_interleaved, self.clip]
         fields += [] if self.states is None else [self.states.bias]
         found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
         if (mixture := self.experts) is not None:

@@ -162,7 +162,6 @@ GPT2 = DecoderFamily(
     inner="n_inner",
     is_gated=False,
     bias=True,
-    output_bias=True,
     mlp_bias=True,
     turns="",
     scale=_gpt2_scale,
@@ -176,7 +175,6 @@ _GEMMA2 = DecoderFamily(
     norm=partial(RMSNorm, offset=1.0),  # scales are published minus 1
     activation="hidden_activation",
     bias="attention_bias",
-    output_bias="attention_bias",
     windows="by type",
     scale=lambda config, layer: config.query_pre_attn_scalar**-0.5,
     score_cap="attn_logit_softcapping",
@@ -190,14 +188,9 @@ _GEMMA3 = replace(
     score_cap="",  # transformers' text model has no bound of the scores, whatever the configuration holds
 )
 _PHI3 = DecoderNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
-LLAMA = DecoderFamily(bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias")
-QWEN2 = DecoderFamily(bias=True, windows="by type")
-QWEN3 = replace(
-    QWEN2,
-    names=DecoderNames(head_norms=HEAD_NORMS),
-    bias="attention_bias",
-    output_bias="attention_bias",
-)
+LLAMA = DecoderFamily(bias="attention_bias", mlp_bias="mlp_bias")
+QWEN2 = DecoderFamily(bias=True, output_bias=False, windows="by type")
+QWEN3 = DecoderFamily(DecoderNames(head_norms=HEAD_NORMS), bias="attention_bias", windows="by type")
 NORMED_AFTER = DecoderNames(
     attention_norm="",
     head_norms=HEAD_NORMS,
@@ -205,9 +198,7 @@ NORMED_AFTER = DecoderNames(
     mlp_norm="",
     after_mlp="post_feedforward_layernorm",
 )
-_OLMO2 = DecoderFamily(
-    NORMED_AFTER, bias="attention_bias", output_bias="attention_bias", norms_heads="all"
-)
+_OLMO2 = DecoderFamily(NORMED_AFTER, bias="attention_bias", norms_heads="all")
 EXAONE4 = DecoderFamily(
     NORMED_AFTER,
     windows="by type",
@@ -231,12 +222,15 @@ _SMOLLM3 = replace(
 HUNYUAN = DecoderFamily(
     DecoderNames(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
     bias="attention_bias",
-    output_bias="attention_bias",
     norms_heads="turned",
     rope_extra="alpha",
 )
 _GLM = DecoderFamily(
-    DecoderNames(up=("mlp.gate_up_proj",)), bias="attention_bias", turns="part", is_interleaved=True
+    DecoderNames(up=("mlp.gate_up_proj",)),
+    bias="attention_bias",
+    output_bias=False,
+    turns="part",
+    is_interleaved=True,
 )
 _GLM4 = replace(
     _GLM,
@@ -259,7 +253,6 @@ _STARCODER2 = DecoderFamily(
     epsilon="norm_epsilon",
     is_gated=False,
     bias="use_bias",
-    output_bias="use_bias",
     mlp_bias="use_bias",
     windows="each",
 )
@@ -277,7 +270,6 @@ _GPT_NEOX = DecoderFamily(
     epsilon="layer_norm_eps",
     is_gated=False,
     bias="attention_bias",
-    output_bias="attention_bias",
     mlp_bias=True,
     is_parallel="use_parallel_residual",
     has_qkv_by_head=True,
@@ -295,21 +287,23 @@ _PHI = DecoderFamily(
     epsilon="layer_norm_eps",
     is_gated=False,
     bias=True,
-    output_bias=True,
     mlp_bias=True,
     head_bias=True,
     is_parallel=True,
     turns="part",
 )
 _STABLELM = DecoderFamily(
-    norm=LayerNorm, epsilon="layer_norm_eps", bias="use_qkv_bias", turns="part"
+    norm=LayerNorm,
+    epsilon="layer_norm_eps",
+    bias="use_qkv_bias",
+    output_bias=False,
+    turns="part",
 )
 _COHERE2 = DecoderFamily(
     DecoderNames(mlp_norm=""),
     norm=partial(LayerNorm, bias=False),
     epsilon="layer_norm_eps",
     bias="attention_bias",
-    output_bias="attention_bias",
     is_parallel=True,
     turns_layer=_in_sliding_layers,
     is_interleaved=True,
@@ -319,30 +313,26 @@ _COHERE2 = DecoderFamily(
 _COHERE = replace(_COHERE2, turns_layer=None, windows="", norms_heads="own")
 
 
-def _cohere(config: Any, context: int | None) -> TextDecoder:
-    """Return Command R. Only its larger model has norms of heads."""
-    names = replace(_COHERE.names, head_norms=HEAD_NORMS if config.use_qk_norm else ())
-    return TextDecoder(replace(_COHERE, names=names), config, context)
+def normed_if_large(family: DecoderFamily, config: Any, context: int | None) -> TextDecoder:
+    """Return a decoder of a family of which only the larger models have norms of heads."""
+    names = replace(family.names, head_norms=HEAD_NORMS if config.use_qk_norm else ())
+    return TextDecoder(replace(family, names=names), config, context)
 
 
 _OLMO = DecoderFamily(
     norm=partial(LayerNorm, scale=False, bias=False),
     epsilon=1e-5,
     bias="attention_bias",
-    output_bias="attention_bias",
     clip="clip_qkv",
 )
 _VAULT_GEMMA = replace(_GEMMA2, names=replace(_GEMMA2.names, after_attention="", after_mlp=""))
 _GEMMA = DecoderFamily(
     norm=_GEMMA2.norm,
     bias="attention_bias",
-    output_bias="attention_bias",
     embedding_scale=_root_of_width,
 )
 _SEED = replace(LLAMA, output_bias="attention_out_bias")
-ERNIE = DecoderFamily(
-    bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_interleaved=True
-)
+ERNIE = DecoderFamily(bias="use_bias", mlp_bias="use_bias", is_interleaved=True)
 
 
 def _lfm2_inner(config: Any) -> int:
@@ -397,8 +387,11 @@ _APERTUS = DecoderFamily(
         activation="mlp.act_fn",
     ),
     bias="attention_bias",
-    output_bias="attention_bias",
     is_gated=False,
+)
+GPT2_KEYS = (
+    *("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner"),
+    *("layer_norm_epsilon", "activation_function", "tie_word_embeddings"),
 )
 _NOT_BOTH_WAYS: dict[str, Any] = {"use_bidirectional_attention": (None, False)}
 QWEN_KEYS = ("use_sliding_window", "max_window_layers")
@@ -414,7 +407,9 @@ TEXT_DECODERS: Mapping[str, Family] = {
         activation="",
     ),
     "arcee": rotary(replace(LLAMA, names=UNGATED, is_gated=False)),
-    "cohere": rotary(_COHERE, "logit_scale", use_qk_norm=(False, True), build=_cohere),
+    "cohere": rotary(
+        _COHERE, "logit_scale", use_qk_norm=(False, True), build=partial(normed_if_large, _COHERE)
+    ),
     "cohere2": rotary(_COHERE2, "logit_scale"),
     "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
     "ernie4_5": rotary(ERNIE),
@@ -443,11 +438,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
             in_out=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
             buffers=(".attn.bias", ".attn.masked_bias"),
         ),
-        checks_of(
-            *("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner"),
-            *("layer_norm_epsilon", "activation_function", "tie_word_embeddings"),
-            *("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
-        ),
+        checks_of(*GPT2_KEYS, "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
         activation=GPT2.activation,
         allowed={"add_cross_attention": (False,)},
         multiples=(("n_embd", "n_head"),),

@@ -208,8 +208,7 @@ class Block(nnx.Module):
 
     @property
     def _state(self) -> StateLayer:
-        found: StateLayer = part_of(self, self.names.state)
-        return found
+        return part_of(self, self.names.state)
 
     def _place_feed(self, family: DecoderFamily, config: Any, layer: int) -> None:
         if family.experts is not None and family.experts.layers(config, layer):
@@ -232,8 +231,9 @@ class Block(nnx.Module):
             outputs = [asked, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
             for name, size in zip(names.qkv, outputs, strict=True):
                 place(self, name, Linear(width, size, bias=bias))
-        output = Linear(queries, width, bias=family.of(config, family.output_bias))
-        place(self, names.output, output)
+        if family.output_bias is not None:
+            bias = family.of(config, family.output_bias)
+        place(self, names.output, Linear(queries, width, bias=bias))
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
         of_heads: list[Any] = [heads.size] * 2
@@ -332,16 +332,14 @@ class Block(nnx.Module):
 
     def _norm(self, x: jax.Array, name: str) -> jax.Array:
         """Return the norm of x; x itself for an empty name."""
-        normed: jax.Array = part_of(self, name)(x) if name else x
-        return normed
+        return part_of(self, name)(x) if name else x
 
     def _add(
         self, x: jax.Array, product: str, inner: jax.Array, norm: str, factor: float = 1.0
     ) -> jax.Array:
         """Return x plus a linear layer of `inner`, or plus the norm of that, times the factor."""
         if not norm and factor == 1:
-            added: jax.Array = part_of(self, product)(inner, residual=x)
-            return added
+            return part_of(self, product)(inner, residual=x)
         return self._joined(x, part_of(self, product)(inner), norm, factor)
 
     def _joined(self, x: jax.Array, y: jax.Array, norm: str, factor: float) -> jax.Array:
@@ -432,8 +430,7 @@ class Block(nnx.Module):
             return gated(first, second[0], x, self.activation)
         if second:
             gate = first(x) * self.factors.gate
-            widened: jax.Array = ACTIVATIONS[self.activation](gate) * second[0](x)
-            return widened
+            return ACTIVATIONS[self.activation](gate) * second[0](x)
         outputs = first(x)
         gate, up = (split(x, *_HEADS) for x in _parts(outputs, [outputs.shape[-1] // 2]))
         return ACTIVATIONS[self.activation](gate) * up

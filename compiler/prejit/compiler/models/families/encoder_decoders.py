@@ -432,8 +432,7 @@ class Whisper(nnx.Module):
         for block in encoder.layers:
             attend = partial(sentence.attention, length=everything, heads=block.parts.heads)
             x = block.read(x, attend)
-        normed: jax.Array = encoder.layer_norm(x)
-        return normed
+        return encoder.layer_norm(x)
 
     def __call__(
         self,

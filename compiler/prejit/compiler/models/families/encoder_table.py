@@ -144,7 +144,6 @@ _MODERNBERT = RotaryFamily(
         epsilon="norm_eps",
         activation="hidden_activation",
         bias="attention_bias",
-        output_bias="attention_bias",
         mlp_bias="mlp_bias",
         turns="by type",
         windows="by type",

@@ -65,12 +65,8 @@ _MAMBA2_KEYS = (
 
 def _mamba2(config: Any, **changes: Any) -> Mamba2:
     """Return the layer of a hybrid."""
-    return Mamba2(replace(_mamba2_settings(config), **changes))
-
-
-def _mamba2_settings(config: Any) -> Mamba2Settings:
     low, high = config.time_step_limit
-    return Mamba2Settings(
+    settings = Mamba2Settings(
         width=config.hidden_size,
         heads=config.mamba_n_heads,
         head_size=config.mamba_d_head,
@@ -83,6 +79,7 @@ def _mamba2_settings(config: Any) -> Mamba2Settings:
         bias=config.mamba_proj_bias,
         conv_bias=config.mamba_conv_bias,
     )
+    return Mamba2(replace(settings, **changes))
 
 
 def _falcon_h1_state(config: Any) -> Mamba2:
@@ -97,40 +94,41 @@ def _falcon_h1_state(config: Any) -> Mamba2:
     )
 
 
-def _mamba2_alone(config: Any) -> Mamba2:
-    low, high = config.time_step_limit
+def _own_mamba2(config: Any, **sizes: Any) -> Mamba2:
+    """Return the layer of a family whose other keys are those of Mamba-2 itself."""
     return Mamba2(
         Mamba2Settings(
             width=config.hidden_size,
-            heads=config.num_heads,
-            head_size=config.head_dim,
             groups=config.n_groups,
-            states=config.state_size,
             taps=config.conv_kernel,
             epsilon=config.layer_norm_epsilon,
-            activation=config.hidden_act,
-            limits=(float(low), float(high)),
             bias=config.use_bias,
             conv_bias=config.use_conv_bias,
+            **sizes,
         )
     )
 
 
+def _mamba2_alone(config: Any) -> Mamba2:
+    low, high = config.time_step_limit
+    return _own_mamba2(
+        config,
+        heads=config.num_heads,
+        head_size=config.head_dim,
+        states=config.state_size,
+        activation=config.hidden_act,
+        limits=(float(low), float(high)),
+    )
+
+
 def _nemotron_state(config: Any) -> Mamba2:
-    return Mamba2(
-        Mamba2Settings(
-            width=config.hidden_size,
-            heads=config.mamba_num_heads,
-            head_size=config.mamba_head_dim,
-            groups=config.n_groups,
-            states=config.ssm_state_size,
-            taps=config.conv_kernel,
-            epsilon=config.layer_norm_epsilon,
-            activation=config.mamba_hidden_act,
-            limits=(float(config.time_step_min), math.inf),  # transformers reads no other limit
-            bias=config.use_bias,
-            conv_bias=config.use_conv_bias,
-        )
+    return _own_mamba2(
+        config,
+        heads=config.mamba_num_heads,
+        head_size=config.mamba_head_dim,
+        states=config.ssm_state_size,
+        activation=config.mamba_hidden_act,
+        limits=(float(config.time_step_min), math.inf),  # transformers reads no other limit
     )
 
 
@@ -201,7 +199,6 @@ _BAMBA = DecoderFamily(
         down="feed_forward.down_proj",
     ),
     bias="attention_bias",
-    output_bias="attention_bias",
     mlp_bias="mlp_bias",
     turns="part",
     states=States(
@@ -327,7 +324,6 @@ _QWEN3_5 = DecoderFamily(
     DecoderNames(head_norms=HEAD_NORMS, state="linear_attn", state_output="linear_attn.out_proj"),
     norm=partial(RMSNorm, offset=1.0),  # scales are published minus 1
     bias="attention_bias",
-    output_bias="attention_bias",
     turns="part",
     gates_attention=True,
     states=_DELTA,

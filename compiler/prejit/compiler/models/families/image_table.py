@@ -57,21 +57,23 @@ class ImageRow:
 _BLOCK = ("hidden_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps", "hidden_act")
 _IMAGE = (*_BLOCK, "image_size", "patch_size")
 _RGB = {"num_channels": (3,)}
+_ATTENTION = (
+    tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
+    "attention.output.dense",
+)
+_QKV_BIASES = ("qkv_bias", "qkv_bias", "qkv_bias", "", "")
 
 
 def _dino_names(config: Any) -> BlockNames:
-    joined = "mlp.weights_in"
-    return BlockNames(
-        tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
-        "attention.output.dense",
+    names = BlockNames(
+        *_ATTENTION,
         ("norm1", "norm2"),
-        **(
-            {"gate": joined, "up": joined, "down": "mlp.weights_out"}
-            if config.use_swiglu_ffn
-            else {}
-        ),
         scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
     )
+    if not config.use_swiglu_ffn:
+        return names
+    joined = "mlp.weights_in"
+    return replace(names, gate=joined, up=joined, down="mlp.weights_out")
 
 
 def _dino_inner(config: Any) -> int:
@@ -93,13 +95,12 @@ _VIT = ImageRow(
     ImageFamily(
         BlockFamily(
             lambda config: BlockNames(
-                tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
-                "attention.output.dense",
+                *_ATTENTION,
                 ("layernorm_before", "layernorm_after"),
                 up="intermediate.dense",
                 down="output.dense",
             ),
-            biases=("qkv_bias", "qkv_bias", "qkv_bias", "", ""),
+            biases=_QKV_BIASES,
         )
     ),
     "ViTImageProcessor",
@@ -110,7 +111,7 @@ _VIT = ImageRow(
     classifies=True,
 )
 _DINO = ImageFamily(
-    BlockFamily(_dino_names, _dino_inner, ("qkv_bias", "qkv_bias", "qkv_bias", "", "")),
+    BlockFamily(_dino_names, _dino_inner, _QKV_BIASES),
     resampling=bicubic,
 )
 _DINOV2 = ImageRow(

@@ -56,7 +56,6 @@ class BlockFamily:
         inner: returns the width inside the MLP.
         biases: keys that say whether queries, keys, values, the output and the MLP have a bias; empty: they
             have.
-        activation: of the MLP; empty: that of config.json.
         causal: whether a token sees only those before it, and itself.
         rotary: whether queries and keys of patches turn with their places.
     """
@@ -64,7 +63,6 @@ class BlockFamily:
     names: Callable[[Any], BlockNames] = lambda config: BlockNames()
     inner: Callable[[Any], int] = _inner
     biases: tuple[str, str, str, str, str] = ("", "", "", "", "")
-    activation: Callable[[Any], str] = lambda config: str(config.hidden_act)
     causal: bool = False
     rotary: bool = False
 
@@ -144,8 +142,7 @@ class ImageTower(nnx.Module):
 
     def normed(self, x: jax.Array) -> jax.Array:
         """Return x [B, T, D] behind the last norm."""
-        result: jax.Array = part_of(self, self.family.norm)(x)
-        return result
+        return part_of(self, self.family.norm)(x)
 
     def embed(self, pixels: jax.Array) -> jax.Array:
         """Map pixels to the tokens before the first layer: float32 [B, T, D]."""
@@ -195,7 +192,7 @@ class TowerBlock(nnx.Module):
         """Build a layer; `angles` are those of `patch_angles`."""
         names, width, inner = family.names(config), config.hidden_size, family.inner(config)
         self.names, self.heads = names, int(config.num_attention_heads)
-        self.causal, self.activation = family.causal, family.activation(config)
+        self.causal, self.activation = family.causal, str(config.hidden_act)
         self.angles = None if angles is None else tuple(map(_Constant, angles))
         has_bias = [not key or bool(getattr(config, key)) for key in family.biases]
         for name, bias in zip((*names.qkv, names.output), has_bias[:4], strict=True):

@@ -42,7 +42,6 @@ _PHIMOE = replace(
     MIXTRAL,
     norm=LayerNorm,
     bias="attention_bias",
-    output_bias="attention_bias",
     head_bias="lm_head_bias",
     experts=Experts(routing=lambda config: Routing(2, margin=2 * config.router_jitter_noise)),
 )

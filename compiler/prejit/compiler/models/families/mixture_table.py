@@ -40,9 +40,9 @@ from prejit.compiler.models.families.decoder_table import (
     QWEN2,
     QWEN3,
     QWEN_KEYS,
+    normed_if_large,
     rotary,
 )
-from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers.experts import Routing
 from prejit.compiler.models.layers.layer_config import (
@@ -82,7 +82,6 @@ _QWEN3_MOE = replace(
 _OLMOE = DecoderFamily(
     replace(_MIXTURE, head_norms=HEAD_NORMS),
     bias="attention_bias",
-    output_bias="attention_bias",
     norms_heads="all",
     experts=Experts("num_experts", is_normalized="norm_topk_prob"),
 )
@@ -154,7 +153,6 @@ def stacked_experts(names: DecoderNames, gate: str, up: str, down: str) -> Namin
 _GPT_OSS = DecoderFamily(
     replace(_MIXTURE, router="mlp.router", sinks="self_attn.sinks"),
     bias="attention_bias",
-    output_bias="attention_bias",
     windows="by type",
     experts=Experts(has_biases=True, swiglu=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))),
 )
@@ -248,16 +246,12 @@ _DOTS1 = replace(
     experts=_DEEPSEEK3.experts,
 )
 _GLM4_MOE = DecoderFamily(
-    _DEEPSEEK2.names, bias="attention_bias", turns="part", experts=_DEEPSEEK3.experts
+    _DEEPSEEK2.names,
+    bias="attention_bias",
+    output_bias=False,
+    turns="part",
+    experts=_DEEPSEEK3.experts,
 )
-
-
-def _glm4_moe(config: Any, context: int | None) -> TextDecoder:
-    """Return GLM 4.5. Only its larger model has norms of heads."""
-    names = replace(_GLM4_MOE.names, head_norms=HEAD_NORMS if config.use_qk_norm else ())
-    return TextDecoder(replace(_GLM4_MOE, names=names), config, context)
-
-
 _MINIMAX_M2 = replace(
     MIXTRAL,
     names=replace(MIXTRAL.names, head_norms=HEAD_NORMS),
@@ -286,7 +280,6 @@ _ERNIE_MOE = replace(
     ERNIE,
     names=_DEEPSEEK2.names,
     bias=False,
-    output_bias=False,
     mlp_bias=False,
     experts=Experts(
         "moe_num_experts",
@@ -415,7 +408,7 @@ MIXTURES: Mapping[str, Family] = {
     "flex_olmo": rotary(_FLEX_OLMO, naming=stacked_experts(_FLEX_OLMO.names, *PROJECTIONS)),
     "glm4_moe": replace(
         _deepseek(_GLM4_MOE, corrected, "norm_topk_prob", use_qk_norm=(False, True)),
-        build=_glm4_moe,
+        build=partial(normed_if_large, _GLM4_MOE),
     ),
     "glm4_moe_lite": replace(
         _deepseek(_GLM4_MOE_LITE, corrected, "norm_topk_prob", "mlp_layer_types"),

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
-from prejit.compiler.models.families.decoder_table import GPT2, rotary
+from prejit.compiler.models.families.decoder_table import GPT2, GPT2_KEYS, rotary
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers import rope
@@ -37,7 +38,6 @@ _GPTJ = replace(
         down="mlp.fc_out",
     ),
     bias=False,
-    output_bias=False,
     head_bias=True,
     is_parallel=True,
     turns="whole",
@@ -55,6 +55,7 @@ _NEO = replace(
     ),
     inner="intermediate_size",
     bias=False,
+    output_bias=True,
     windows=lambda config, layer: (
         config.window_size if config.attention_layers[layer] == "local" else None
     ),
@@ -93,7 +94,6 @@ _OPT = DecoderFamily(
     inner="ffn_dim",
     is_gated=False,
     bias="enable_bias",
-    output_bias="enable_bias",
     mlp_bias="enable_bias",
     unused_positions=2,
     turns="",
@@ -115,7 +115,6 @@ _FALCON = DecoderFamily(
     inner="ffn_hidden_size",
     is_gated=False,
     bias="bias",
-    output_bias="bias",
     mlp_bias="bias",
     has_qkv_by_head=True,
     key_heads=lambda config: (
@@ -152,11 +151,6 @@ def _check_falcon(config: Any) -> None:
     _FALCON.heads(config)
 
 
-_GPT2_SIZES = (
-    *("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner"),
-    *("layer_norm_epsilon", "activation_function", "tie_word_embeddings"),
-)
-
 OLDER_DECODERS: Mapping[str, Family] = {
     "falcon": replace(
         rotary(
@@ -171,15 +165,15 @@ OLDER_DECODERS: Mapping[str, Family] = {
         multiples=(("hidden_size", "num_attention_heads"),),
     ),
     "gpt_bigcode": Family(
-        lambda config, context: TextDecoder(_BIGCODE, config, context),
+        partial(TextDecoder, _BIGCODE),
         Naming("transformer.", "lm_head.weight", "transformer.wte.weight", buffers=_BUFFERS),
-        checks_of(*_GPT2_SIZES, "multi_query", "scale_attn_weights"),
+        checks_of(*GPT2_KEYS, "multi_query", "scale_attn_weights"),
         activation=_BIGCODE.activation,
         allowed={"add_cross_attention": (False,)},
         multiples=(("n_embd", "n_head"),),
     ),
     "gpt_neo": Family(
-        lambda config, context: TextDecoder(_NEO, config, context),
+        partial(TextDecoder, _NEO),
         Naming(
             "transformer.",
             "lm_head.weight",
@@ -197,16 +191,16 @@ OLDER_DECODERS: Mapping[str, Family] = {
         check=_check_neo,
     ),
     "gptj": Family(
-        lambda config, context: TextDecoder(_GPTJ, config, context),
+        partial(TextDecoder, _GPTJ),
         Naming("transformer.", "lm_head.weight", "transformer.wte.weight", buffers=_BUFFERS),
-        checks_of(*_GPT2_SIZES, rotary_dim=INNER),
+        checks_of(*GPT2_KEYS, rotary_dim=INNER),
         activation=_GPTJ.activation,
         allowed={"tie_word_embeddings": (False,)},
         multiples=(("n_embd", "n_head"),),
         check=_GPTJ.heads,
     ),
     "opt": Family(
-        lambda config, context: TextDecoder(_OPT, config, context),
+        partial(TextDecoder, _OPT),
         Naming("model.", "lm_head.weight", "model.decoder.embed_tokens.weight"),
         checks_of(
             *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim"),

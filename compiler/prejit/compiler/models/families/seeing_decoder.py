@@ -83,5 +83,4 @@ class Projector(nnx.Module):
         step = self.patches // self.side
         squares = x.reshape(len(x), self.side, step, self.side, step, -1)
         pooled = squares.mean((2, 4)).reshape(len(x), self.side**2, -1)
-        tokens: jax.Array = self.mm_input_projection(self.mm_soft_emb_norm(pooled))
-        return tokens
+        return self.mm_input_projection(self.mm_soft_emb_norm(pooled))

@@ -169,8 +169,7 @@ class WholeEncoder(nnx.Module):
             length: int32 [B], or [S].
         """
         found = self.run("pool", self.parts("pool")[0], length, self._layers(tokens, length))
-        result: jax.Array = found["embedding"] if isinstance(found, dict) else found
-        return result
+        return found["embedding"] if isinstance(found, dict) else found
 
     def hidden(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
         """Return the hidden states, float32 [B, T, D]; those of padding are meaningless."""
@@ -362,10 +361,6 @@ def normalized(x: jax.Array) -> jax.Array:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
-def _cls(x: jax.Array, length: jax.Array) -> jax.Array:
-    return _at(x, length, 0)
-
-
 def _max(x: jax.Array, length: jax.Array) -> jax.Array:
     if is_packed(x, length):
         place, _ = places(x.shape[1], length)
@@ -390,8 +385,7 @@ def _sum(x: jax.Array, length: jax.Array) -> jax.Array:
 
     if is_packed(x, length):
         return in_order(x, length)
-    found: jax.Array = lax.platform_dependent(x, length, cpu=in_order, default=at_once)
-    return found
+    return lax.platform_dependent(x, length, cpu=in_order, default=at_once)
 
 
 def _mean(x: jax.Array, length: jax.Array) -> jax.Array:
@@ -409,10 +403,6 @@ def _weighted_mean(x: jax.Array, length: jax.Array) -> jax.Array:
     return _sum(x * (position + 1)[:, None], length) / weights
 
 
-def _last_token(x: jax.Array, length: jax.Array) -> jax.Array:
-    return _at(x, length, jnp.maximum(length - 1, 0))
-
-
 def _at(x: jax.Array, length: jax.Array, place: jax.Array | int) -> jax.Array:
     """Return the token at a place of each sentence."""
     if is_packed(x, length):
@@ -427,12 +417,12 @@ def _valid(x: jax.Array, length: jax.Array) -> jax.Array:
 
 
 POOLING: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "cls": _cls,
+    "cls": lambda x, length: _at(x, length, 0),
     "max": _max,
     "mean": _mean,
     "mean_sqrt_len_tokens": _mean_sqrt_len,
     "weightedmean": _weighted_mean,
-    "lasttoken": _last_token,
+    "lasttoken": lambda x, length: _at(x, length, jnp.maximum(length - 1, 0)),
 }
 """Functions that map hidden states [B, T, D] and lengths to [B, D], packed ones to [S, D], by their names in
 SentenceLayout."""

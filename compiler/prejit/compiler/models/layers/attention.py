@@ -156,8 +156,7 @@ class NewTokens:
 
         in_specs = (rows, rows, (cache, cache), new, new)
         mapped = jax.shard_map(write, in_specs=in_specs, out_specs=(cache, cache))
-        written: LayerCache = mapped(self.start, self.length, layer, keys, values)
-        return written
+        return mapped(self.start, self.length, layer, keys, values)
 
     def _write(self, layer: LayerCache, keys: jax.Array, values: jax.Array) -> LayerCache:
         room = (self.length > 0) & (self.start < layer[0].shape[2])
@@ -168,11 +167,9 @@ class NewTokens:
             return first, second
 
         def update_if(layer: LayerCache) -> LayerCache:
-            updated: LayerCache = lax.cond(jnp.any(room), update, lambda layer: layer, layer)
-            return updated
+            return lax.cond(jnp.any(room), update, lambda layer: layer, layer)
 
-        written: LayerCache = lax.platform_dependent(layer, cpu=update_if, default=update)
-        return written
+        return lax.platform_dependent(layer, cpu=update_if, default=update)
 
     def _update(self, cache: jax.Array, new: jax.Array) -> jax.Array:
         """Write one row after another: a scatter costs more, and a chain of updates stays in place."""
@@ -303,8 +300,7 @@ def _mixed(weights: jax.Array, values: jax.Array) -> jax.Array:
     def whole(weights: jax.Array, values: jax.Array) -> jax.Array:
         return _batched_dot(weights, values, 2)
 
-    mixed: jax.Array = lax.platform_dependent(weights, values, cuda=mixed_in_parts, default=whole)
-    return mixed
+    return lax.platform_dependent(weights, values, cuda=mixed_in_parts, default=whole)
 
 
 _PART = 64
@@ -345,8 +341,7 @@ def each_row(rows: int, update: Callable[[int | jax.Array, T], T], values: T) ->
     `update` returns the values with one row changed, in place if they are donated.
     """
     if rows > UNROLLED_ROWS:
-        looped: T = lax.fori_loop(0, rows, update, values)
-        return looped
+        return lax.fori_loop(0, rows, update, values)
     for row in range(rows):
         values = update(row, values)
     return values

@@ -315,9 +315,9 @@ def check_file(
         _check(file, prefix, content, unread, complete=False)
 
 
-def check_config(file: Path, config: Any, checks: Checks) -> None:
-    """Check a configuration as transformers completes it."""
-    _check(file, "", {key: getattr(config, key, None) for key in checks}, checks)
+def check_config(file: Path, config: Any, checks: Checks, prefix: str = "") -> None:
+    """Check a configuration as transformers completes it; `prefix` precedes its keys in the file."""
+    _check(file, prefix, {key: getattr(config, key, None) for key in checks}, checks)
     lists = (
         *(("layer_types", True), ("mlp_layer_types", True)),
         *(("no_rope_layers", False), ("layer_rope_theta", False)),

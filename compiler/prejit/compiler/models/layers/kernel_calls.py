@@ -103,7 +103,7 @@ def experts(
     """
     assert operand.outputs is not None
     outputs = operand.outputs // 2 if is_gated else operand.outputs
-    result: jax.Array = _call(
+    return _call(
         "experts",
         jax.ShapeDtypeStruct((*chosen.shape, outputs), jnp.float32),
         x,
@@ -113,7 +113,6 @@ def experts(
         gated=np.int32(is_gated),
         activation=np.int32(_ACTIVATIONS[activation]),
     )
-    return result
 
 
 def attention(
@@ -178,7 +177,7 @@ def norm(
 ) -> jax.Array:
     """Return the layer norm (`centred`) or RMS norm of x [..., D], times `weight + offset`, plus `bias`."""
     arrays = [x, weight, *([] if bias is None else [bias])]
-    normed: jax.Array = _call(
+    return _call(
         "norm",
         _shape(x),
         *arrays,
@@ -186,7 +185,6 @@ def norm(
         epsilon=np.float32(epsilon),
         offset=np.float32(offset),
     )
-    return normed
 
 
 def row_adapters(
@@ -210,7 +208,7 @@ def row_adapters(
         layer: of L.
         activation: a name for which `has_activation` is true.
     """
-    result: jax.Array = _call(
+    return _call(
         "row_adapters",
         _shape(y),
         *(x, y, slots, down, up),
@@ -218,7 +216,6 @@ def row_adapters(
         layer=np.int32(layer),
         activation=np.int32(_ACTIVATIONS[activation]),
     )
-    return result
 
 
 def encoder_attention(
@@ -228,10 +225,9 @@ def encoder_attention(
 
     With one row and lengths [S], S sentences lie in the row, and a token sees its own.
     """
-    mixed: jax.Array = _call(
+    return _call(
         "encoder_attention", _shape(query), query, keys, values, length, scale=np.float32(scale)
     )
-    return mixed
 
 
 def _call(

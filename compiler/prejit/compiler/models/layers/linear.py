@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import stored_as
-from prejit.compiler.models.layers import int4_words, integer_rows, kernel_calls, product_forms
+from prejit.compiler.models.layers import int4_words, kernel_calls, product_forms
 from prejit.compiler.models.layers.row_adapters import StackPlace, are_changed, changed
 from prejit.compiler.native.products import KERNEL, KERNEL_OF, LOOP, WIDENED, Product
 
@@ -108,8 +108,8 @@ class Linear(nnx.Module):
     def _imitating(self, x: jax.Array) -> jax.Array:
         """Return x as the kernels of the imitated dtype round it."""
         if self.imitated == "int8" and product_forms.rounds_rows():
-            return integer_rows.rounded(x)
-        return integer_rows.rounded_groups(x) if self.imitated == "int4" else x
+            return rounded(x)
+        return rounded_groups(x) if self.imitated == "int4" else x
 
     def form(self, x: jax.Array) -> str | None:
         """Return the form of the product with x; None if `dot` is to choose."""
@@ -136,6 +136,38 @@ class Linear(nnx.Module):
             return scaled(y, self.weight_scale)
         assert self.weight_scale is not None
         return dot_of_words(x, weight, self.weight_scale[...], self.outputs)
+
+
+_STEPS = 253
+"""Steps of the range of a row, from its least to its largest number or 0."""
+_FEW_STEPS = 16
+"""A row whose numbers have a mean size of fewer steps has second digits."""
+_DIGIT = 254
+"""A second digit is one part in so many of a step."""
+_LEAST_RANGE = 1e-35
+"""A smaller range counts as this one."""
+_LEAST_OF_GROUP = 2.0**-100
+"""A group of smaller numbers counts as zeros."""
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """Return x [..., D] with each row rounded to integers times a scale: kernels/linear_integers.cc."""
+    largest, least = x.max(-1, keepdims=True, initial=0), x.min(-1, keepdims=True, initial=0)
+    half = jnp.maximum(largest / 2 - least / 2, _LEAST_RANGE / 2)  # the whole may not be finite
+    steps = x * (_STEPS / 2 / half)
+    whole = jnp.round(steps)
+    rest = jnp.round((steps - whole) * _DIGIT) / _DIGIT
+    has_enough = jnp.abs(whole).mean(-1, keepdims=True) >= _FEW_STEPS
+    return jnp.where(has_enough, whole, whole + rest) * (half / (_STEPS / 2))
+
+
+def rounded_groups(x: jax.Array) -> jax.Array:
+    """Return x [..., D] with each group of 32 rounded so: kernels/linear_int4_round.h."""
+    groups = x.reshape(*x.shape[:-1], -1, int4_words.GROUP)
+    most = jnp.abs(groups).max(-1, keepdims=True)
+    is_some = most > _LEAST_OF_GROUP
+    whole = jnp.round(groups * jnp.where(is_some, 127 / most, 0))
+    return (whole * (most / 127)).reshape(x.shape)
 
 
 def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
@@ -197,8 +229,7 @@ def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
     """
     if table.dtype != jnp.float32:
         table, index = lax.optimization_barrier((table, index))
-    rows: jax.Array = table.at[index].get(mode="clip").astype(jnp.float32)
-    return rows
+    return table.at[index].get(mode="clip").astype(jnp.float32)
 
 
 def scaled(y: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
@@ -330,8 +361,7 @@ def split(x: jax.Array, *axes: str | None) -> jax.Array:
     """Return x with its dimensions split over these axes of the mesh in context; x itself without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    constrained: jax.Array = lax.with_sharding_constraint(x, PartitionSpec(*axes))
-    return constrained
+    return lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
 class LayerNorm(nnx.Module):

@@ -11,9 +11,10 @@ which has no other form.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from prejit.compiler.native.products import Product
 
@@ -37,26 +38,29 @@ class Forms:
 
 _FORMS: ContextVar[Forms | None] = ContextVar("forms", default=None)
 _OUT_IN: ContextVar[bool] = ContextVar("out_in", default=False)
+_ROUNDS_ROWS: ContextVar[bool] = ContextVar("rounds_rows", default=False)
+
+T = TypeVar("T")
 
 
 @contextmanager
-def using(forms: Forms | None) -> Iterator[None]:
+def while_tracing(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Give a variable this value inside the block."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def using(forms: Forms | None) -> AbstractContextManager[Any]:
     """Trace models with these forms and with kernels inside the block; None means XLA's forms only."""
-    token = _FORMS.set(forms)
-    try:
-        yield
-    finally:
-        _FORMS.reset(token)
+    return while_tracing(_FORMS, forms)
 
 
-@contextmanager
-def storing(*, out_in: bool) -> Iterator[None]:
+def storing(*, out_in: bool) -> AbstractContextManager[Any]:
     """Store matrices (out, in), as kernels read them, inside the block; otherwise as is fastest for XLA."""
-    token = _OUT_IN.set(out_in)
-    try:
-        yield
-    finally:
-        _OUT_IN.reset(token)
+    return while_tracing(_OUT_IN, out_in)
 
 
 def are_stored_out_in() -> bool:
@@ -69,17 +73,9 @@ def has_kernels() -> bool:
     return _FORMS.get() is not None
 
 
-_ROUNDS_ROWS: ContextVar[bool] = ContextVar("rounds_rows", default=False)
-
-
-@contextmanager
-def rounding_rows() -> Iterator[None]:
+def rounding_rows() -> AbstractContextManager[Any]:
     """Let products with int8 matrices round x to int8 inside the block: the layers of an encoder."""
-    token = _ROUNDS_ROWS.set(True)
-    try:
-        yield
-    finally:
-        _ROUNDS_ROWS.reset(token)
+    return while_tracing(_ROUNDS_ROWS, True)
 
 
 def rounds_rows() -> bool:

@@ -9,10 +9,11 @@ LoRA: Hu et al. 2021, arXiv 2106.09685. Each row its own: Punica, Chen et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +84,9 @@ class RowAdapters:
 _ROWS: ContextVar[RowAdapters | None] = ContextVar("row_adapters", default=None)
 
 
-@contextmanager
-def adapting(rows: RowAdapters | None) -> Iterator[None]:
+def adapting(rows: RowAdapters | None) -> AbstractContextManager[Any]:
     """Trace models whose rows have adapters inside the block."""
-    token = _ROWS.set(rows)
-    try:
-        yield
-    finally:
-        _ROWS.reset(token)
+    return product_forms.while_tracing(_ROWS, rows)
 
 
 def are_changed(*places: StackPlace | None) -> bool:
@@ -127,12 +123,10 @@ def changed(
             inner = x[index] @ matrix(down, slot).T
             return y.at[index].add(inner @ matrix(up, slot))
 
-        added: jax.Array = lax.cond(slot > 0, add, lambda y: y, y)
-        return added
+        return lax.cond(slot > 0, add, lambda y: y, y)
 
     def by_row(y: jax.Array) -> jax.Array:
-        whole: jax.Array = lax.fori_loop(0, len(y), row, y)
-        return whole
+        return lax.fori_loop(0, len(y), row, y)
 
     def gathered(y: jax.Array) -> jax.Array:
         taken = jnp.maximum(slots - 1, 0)
@@ -140,5 +134,4 @@ def changed(
         change = jnp.einsum("btr,bro->bto", inner, up[taken, layer])
         return jnp.where(slots[:, None, None] > 0, y + change, y)
 
-    sum_: jax.Array = lax.platform_dependent(y, cpu=by_row, default=gathered)
-    return sum_
+    return lax.platform_dependent(y, cpu=by_row, default=gathered)

@@ -309,5 +309,4 @@ def _encoder_bytes(model: ModelSource, spec: ProgramSpec) -> int:
     config, length = model.config.config, spec.bucket["length"]
     config = config if model.images is None else config.text_config
     heads = config.num_attention_heads * length
-    size: int = 4 * spec.bucket["batch"] * length * (config.hidden_size + heads)
-    return size
+    return 4 * spec.bucket["batch"] * length * (config.hidden_size + heads)

@@ -100,11 +100,9 @@ def round_by(
         bound = exact.bind(weights)
         start = jax.numpy.zeros(len(tokens), np.int32)
         if encodes:
-            embeddings: jax.Array = bound(tokens, start + tokens.shape[1])
-            return embeddings
+            return bound(tokens, start + tokens.shape[1])
         cache = bound.make_cache(*tokens.shape, "float32")
-        logits: jax.Array = bound(tokens, start, start + tokens.shape[1], cache, every=True)[0]
-        return logits
+        return bound(tokens, start, start + tokens.shape[1], cache, every=True)[0]
 
     found = {name: earlier[name] for name in wanted if name in earlier}
     if len(found) < len(wanted):

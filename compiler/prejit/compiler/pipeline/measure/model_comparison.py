@@ -298,8 +298,7 @@ def cosines(want: Arrays, found: Arrays) -> Arrays:
     """Return the cosine of each row of float64 [B, D] and its other form: [B]. Zeros are as zeros are."""
     lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
     are_zeros = ~(want.any(-1) | found.any(-1))
-    result: Arrays = ((want * found).sum(-1) + are_zeros) / np.maximum(lengths + are_zeros, 1e-30)
-    return result
+    return ((want * found).sum(-1) + are_zeros) / np.maximum(lengths + are_zeros, 1e-30)
 
 
 def _affordable(model: ComparedModel) -> int:
@@ -357,8 +356,7 @@ def _logits(model: ComparedModel, windows: Sequence[Arrays]) -> Callable[[], lis
     def call(bound: Any) -> Callable[..., jax.Array]:
         def logits(tokens: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
             cache = bound.make_cache(*tokens.shape, model.cache_dtype)
-            found: jax.Array = bound(tokens, start, length, cache, every=True)[0]
-            return found
+            return bound(tokens, start, length, cache, every=True)[0]
 
         return logits
 

@@ -182,8 +182,7 @@ class CallRecorder:
 
     def _begun(self) -> dict[int, _Begun]:
         """Return the calls that this thread traces, by their frames."""
-        found: dict[int, _Begun] = vars(self._thread).setdefault("begun", {})
-        return found
+        return vars(self._thread).setdefault("begun", {})
 
     def _inputs(self) -> list[dict[str, Any]]:
         """Return lines of what the process has read since the call before."""

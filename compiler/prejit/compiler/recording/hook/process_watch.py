@@ -86,8 +86,7 @@ class ProcessWatch:
                 is_listed = frame is not None and frame.f_code is _ITEMS
                 if not is_listed or text.startswith(self._prefix(frame)):
                     self._add("variables", text)
-            found: str = read(variables, name)
-            return found
+            return read(variables, name)
 
         def listing(method: Any) -> Any:
             def listed(variables: Any) -> Any:

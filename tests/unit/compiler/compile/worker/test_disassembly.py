@@ -247,7 +247,7 @@ def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same():
     narrow = narrowed(serialized, used)
     assert declared_features(narrow) == used
     assert used != declared_features(serialized)
-    assert object_files(narrow) == object_files(serialized)
+    assert sorted(object_files(narrow)) == sorted(object_files(serialized))
     device = Device()
     [a], [b] = (device.load(one, "f").run([device.put(x)]) for one in (serialized, narrow))
     np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
