@@ -328,7 +328,8 @@ def check_config(file: Path, config: Any, checks: Checks, prefix: str = "") -> N
         expected, found = config.num_hidden_layers, len(getattr(config, key))
         if found < expected or (is_exact and found > expected):
             raise CheckpointError(
-                f"{file}: {key}: expected {expected} items, which is num_hidden_layers, found {found}",
+                f"{file}: {prefix}{key}: expected {expected} items, which is num_hidden_layers, "
+                f"found {found}",
                 hint=_HINT,
             )
 
