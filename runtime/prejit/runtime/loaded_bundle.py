@@ -26,7 +26,7 @@ from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
 
 if TYPE_CHECKING:
-    from prejit.runtime.device.kernels import OpenLibrary
+    from prejit.runtime.device.kernels import Handlers
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.canary import Checks
@@ -51,14 +51,12 @@ class _Parts(NamedTuple):
         layers: verified layers by media type.
         verification: of all files of the target.
         text: the tokenizer and the chat templates.
-        device: where programs run.
-        programs: the programs of the target.
+        programs: the programs of the target, and the device where they run.
     """
 
     layers: Mapping[str, Layer]
     verification: Verification
     text: BundleText
-    device: Device
     programs: Programs
 
 
@@ -80,7 +78,7 @@ class LoadedBundle(OneProcess):
         matched: bool,
         times: LoadTimes,
         serve_smaller: bool = False,
-        kernels: OpenLibrary | None = None,
+        kernels: Handlers | None = None,
         no_libraries: str = "",
         types: Mapping[str, type[Any]] | None = None,
         compiles: bool = True,
@@ -144,7 +142,7 @@ class LoadedBundle(OneProcess):
         text = BundleText(config.bundle, layers)
         self._arriving = arriving  # its threads end when this object does
         self._users = weakref.WeakSet[BundleUser]([arriving] if arriving is not None else [])
-        self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
+        self._parts: _Parts | None = _Parts(layers, verification, text, programs)
         self._is_forked = False
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
@@ -183,7 +181,7 @@ class LoadedBundle(OneProcess):
         parts.programs.close(reason)
         if dispatched is not None:
             dispatched.close()
-        held = [parts.device.first.client]
+        held = [parts.programs.device.first.client]
         del parts, cached, encoder, dispatched
         from prejit.runtime.device._jax_parts import free_dropped
 
@@ -237,10 +235,6 @@ class LoadedBundle(OneProcess):
     @property
     def _programs(self) -> Programs:
         return self._open.programs
-
-    @property
-    def _device(self) -> Device:
-        return self._open.device
 
     @property
     def text(self) -> BundleText:

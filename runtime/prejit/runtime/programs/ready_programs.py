@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.process_facts import Span, span
@@ -138,7 +138,7 @@ class Programs:
         self.release()
         with self._lock:
             self._weights = self._executables = None
-            self._portable = replace(self._portable, content=b"")
+            self._portable = self._portable._replace(content=b"")
             vars(self).pop("compiler", None)
 
     def release(self) -> None:
