@@ -115,4 +115,4 @@ class BundleReports(LoadedBundle):
 
     def device_memory_bytes(self) -> int | None:
         """Return the peak memory in use on an accelerator; None on a CPU."""
-        return self._device.memory_bytes()
+        return self._programs.device.memory_bytes()

@@ -22,7 +22,7 @@ from prejit.runtime.programs.fitted_arguments import (
     static_misfit,
 )
 from prejit.runtime.programs.known_calls import ChosenBucket, Held
-from prejit.runtime.programs.placing import Convert, converter, key_name
+from prejit.runtime.programs.placing import Convert, converter, is_random_key
 from prejit.runtime.programs.ready_programs import Programs
 from prejit.runtime.programs.usage_hint import functions_of
 
@@ -182,6 +182,6 @@ def are_on_device(given: Sequence[Any]) -> bool:
         value is EVERYTHING
         or isinstance(value, Held | OnDevice)
         or is_jax_array(value)
-        or key_name(value) != ""
+        or is_random_key(value)
         for value in given
     )

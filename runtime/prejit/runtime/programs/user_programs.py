@@ -8,7 +8,6 @@ from typing import Any, final
 from prejit.runtime.base import arguments
 from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.device import _jax_parts, _jaxlib, jax_settings
-from prejit.runtime.device.device import Device
 from prejit.runtime.device.jax_arrays import OnDevice, weakened
 from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
@@ -71,7 +70,6 @@ class Calls:
     def __init__(
         self,
         programs: Programs,
-        device: Device,
         types: Mapping[str, type[Any]] | None = None,
         *,
         compiles: bool = True,
@@ -82,7 +80,7 @@ class Calls:
         """
         self.programs = programs
         self.choice = BucketChoice(programs, compiles=compiles)
-        self.device = device
+        self.device = programs.device
         self.types = types or {}
         self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program fitted
         self._known_calls = KnownCalls()
