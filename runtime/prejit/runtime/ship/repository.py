@@ -146,6 +146,11 @@ class Repository(Destination, Protocol):
         """
 
 
+def blob_name(digest: str) -> str:
+    """Return the path of a blob in an OCI image layout."""
+    return f"blobs/sha256/{digest.removeprefix('sha256:')}"
+
+
 def check_count(tags: Sized, name: str) -> None:
     """Raise StoreError where a place has too many tags to list them."""
     if len(tags) > MOST_TAGS:
