@@ -100,7 +100,8 @@ class BundleReports(LoadedBundle):
         """
         from prejit.runtime.start_report import hints, split
 
-        verification, programs = self._open.verification, self._programs
+        programs = self._programs
+        verification = programs.verification
         spans = (*verification.waits, *programs.waits, *self.text.reads)
         report = split(
             self.times,

@@ -18,7 +18,6 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.verification import Verification
 from prejit.runtime.machine.kept_files import first_programs, remember_first_programs
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready_programs import Programs
@@ -49,13 +48,11 @@ class _Parts(NamedTuple):
 
     Attributes:
         layers: verified layers by media type.
-        verification: of all files of the target.
         text: the tokenizer and the chat templates.
         programs: the programs of the target, and the device where they run.
     """
 
     layers: Mapping[str, Layer]
-    verification: Verification
     text: BundleText
     programs: Programs
 
@@ -98,7 +95,6 @@ class LoadedBundle(OneProcess):
         self._types = types
         self._compiles = compiles
         self._generation_config, self._policies = generation_config, policies
-        verification = layers[PORTABLE_MEDIA_TYPE].verification
         device = Device(machine.platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
             from prejit.runtime.device.kernels import register
@@ -133,7 +129,6 @@ class LoadedBundle(OneProcess):
             layers[EXECUTABLES_MEDIA_TYPE] if matched else None,
             portable,
             opened,
-            verification,
             serve_smaller=serve_smaller,
             calls=calls,
             no_calls=no_libraries,
@@ -142,7 +137,7 @@ class LoadedBundle(OneProcess):
         text = BundleText(config.bundle, layers)
         self._arriving = arriving  # its threads end when this object does
         self._users = weakref.WeakSet[BundleUser]([arriving] if arriving is not None else [])
-        self._parts: _Parts | None = _Parts(layers, verification, text, programs)
+        self._parts: _Parts | None = _Parts(layers, text, programs)
         self._is_forked = False
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
@@ -175,7 +170,7 @@ class LoadedBundle(OneProcess):
         cached = {name: vars(self).pop(name, None) for name in _CACHED}
         encoder: EncoderPrograms | None = cached["encoder"]
         dispatched: DispatchedCalls | None = cached["dispatched"]
-        parts.verification.stop(reason)
+        parts.programs.verification.stop(reason)
         if encoder is not None:
             encoder.close()
         parts.programs.close(reason)
@@ -194,7 +189,7 @@ class LoadedBundle(OneProcess):
             return None
         self._is_forked = True
         reason = self._closed()
-        parts.verification.refuse(reason)
+        parts.programs.verification.refuse(reason)
         return (
             parts,
             [vars(self).pop(name, None) for name in (*_CACHED, "_once")],
@@ -267,8 +262,9 @@ class LoadedBundle(OneProcess):
         Raises:
             RejectError: the bundle is damaged.
         """
-        self._open.verification.finish()
-        self._programs.answer()
+        programs = self._programs
+        programs.verification.finish()
+        programs.answer()
 
     def prepare(self, *names: str) -> None:
         """Make these programs ready now, or all. Otherwise each becomes ready when it is first used.
