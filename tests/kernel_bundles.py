@@ -112,9 +112,9 @@ def registered_forms(cache):
     from prejit.runtime.format.names import kernel_target
 
     library, content = built_kernels("cpu-host", SOURCES, cache)
-    loaded = kernels.load(content)
+    handlers = kernels.load(content)
     for kernel, name in KERNEL_CALLS.items():
-        handler = loaded.handlers[kernel_target(kernel, library.digest)]
+        handler = handlers[kernel_target(kernel, library.digest)]
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return Forms()
 

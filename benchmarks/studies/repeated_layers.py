@@ -61,7 +61,7 @@ def use_kernels(directory: Path) -> None:
     kernels.register(opened)
     for kernel, name in products.KERNEL_CALLS.items():
         start = name.partition(".")[0]
-        called = next(each for each in opened.handlers if each.partition(".")[0] == start)
+        called = next(each for each in opened if each.partition(".")[0] == start)
         products.KERNEL_CALLS[kernel] = called
 
 

@@ -366,7 +366,7 @@ def give_receipts(bundle):
     from prejit.runtime.machine import kept_files as receipts
 
     with mock.patch.object(receipts, "SETTLED_SECONDS", -1.0):
-        load(bundle, on_mismatch="error")._open.verification.finish()
+        load(bundle, on_mismatch="error")._open.programs.verification.finish()
     gc.collect()
 
 
@@ -451,8 +451,8 @@ def _use(bundle, mode):
             trust = policy_of(bundle) if mode == "policy" else None
             loaded = load(bundle, on_mismatch="error", trust=trust)
         if mode == "checks":
-            loaded._open.verification.finish()
-        while mode == "early" and not _is_over(loaded._open.verification):
+            loaded._open.programs.verification.finish()
+        while mode == "early" and not _is_over(loaded._open.programs.verification):
             time.sleep(0.001)
         for piece in loaded.stream(PROMPT, max_new_tokens=NEW_TOKENS):
             if piece.token_id is not None:

@@ -57,7 +57,7 @@ def read_as_loads_do(path):
         loaded = load(path)
     parts = loaded._open
     try:
-        parts.verification.finish()
+        parts.programs.verification.finish()
         programs, layers = parts.programs, parts.layers
         for name, program in programs.table.items():
             layers[EXECUTABLES_MEDIA_TYPE].unpack(program.executable)
@@ -75,7 +75,7 @@ def read_as_loads_do(path):
         if loaded.config.decoder is not None:
             _ = loaded.defaults
     finally:
-        parts.verification.stop(RuntimeError("the example is over"))
+        parts.programs.verification.stop(RuntimeError("the example is over"))
 
 
 @dataclass

@@ -36,8 +36,8 @@ class Compiler:
         self.held = re.compile("(?!)")
         self._inside = 0
         self._names = {p.portable.raw_digest: p.name for p in bundle.config.programs}
-        self._compile = bundle._device.compile
-        bundle._device.compile = self
+        self._compile = bundle._programs.device.compile
+        bundle._programs.device.compile = self
 
     def __call__(self, portable, *more):
         name = self._names[digest_of(portable)]
@@ -163,8 +163,8 @@ import json, sys, time, warnings
 from prejit.runtime import Fingerprint, load
 warnings.simplefilter("ignore")
 bundle = load(sys.argv[1], fingerprint=Fingerprint.read(sys.argv[2]), while_compiling="smaller")
-compile = bundle._device.compile
-bundle._device.compile = lambda *given: time.sleep(0.5) or compile(*given)
+compile = bundle._programs.device.compile
+bundle._programs.device.compile = lambda *given: time.sleep(0.5) or compile(*given)
 prompt = list(range(1, 14))
 bundle.generate(prompt, max_new_tokens=8)
 bundle.generate_batch([prompt] * 2, max_new_tokens=5)  # of each, a longer prefill goes on compiling

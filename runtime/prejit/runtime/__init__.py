@@ -142,8 +142,8 @@ def __getattr__(name: str) -> Any:
 def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
     started = perf_counter()
-    with import_module("prejit.runtime.device.quick_start").collector_off():
-        start = import_module("prejit.runtime.device.quick_start")
+    start = import_module("prejit.runtime.device.quick_start")
+    with start.collector_off():
         start.read_library_ahead()
         start.import_numpy()
         load = import_module("prejit.runtime.loader").load

@@ -131,13 +131,11 @@ class BundleCalls(LoadedBundle):
         """The programs of the user, by name."""
         from prejit.runtime.programs.user_programs import Calls
 
-        return Calls(self._programs, self._device, self._types, compiles=self._compiles)
+        return Calls(self._programs, self._types, compiles=self._compiles)
 
     @once
     def on_jax(self) -> JaxPrograms:
         """The programs of the user on jax's own client, for `prejit.runtime.jit`."""
         from prejit.runtime.programs.on_jax import JaxPrograms
 
-        return JaxPrograms(
-            self._programs, self.config.programs, self._device.platform, self.config.mesh
-        )
+        return JaxPrograms(self._programs)

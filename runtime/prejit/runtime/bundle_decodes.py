@@ -74,7 +74,7 @@ class BundleDecodes(LoadedBundle):
             raise UsageError(
                 f"{self.name}: this bundle holds no decoder", hint=self._programs.usage
             )
-        parts = self.config.decoder, self._programs, self._device
+        parts = self.config.decoder, self._programs
         if self.config.decoder.adapters is not None:
             from prejit.runtime.lora.adapter_slots import AdaptedPrograms  # few take adapters
 

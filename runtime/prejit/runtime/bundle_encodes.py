@@ -191,7 +191,7 @@ class BundleEncodes(LoadedBundle):
         with importing():
             from prejit.runtime.encoding.images import ImagePrograms  # others do not need it
 
-        return ImagePrograms(self.config.images, self._programs, self._device)
+        return ImagePrograms(self.config.images, self._programs)
 
     @once
     def encoder(self) -> EncoderPrograms:
@@ -207,4 +207,4 @@ class BundleEncodes(LoadedBundle):
         with importing():
             from prejit.runtime.encoding.encoder import EncoderPrograms  # decoders do not need it
 
-        return EncoderPrograms(self.config.encoder, self._programs, self._device)
+        return EncoderPrograms(self.config.encoder, self._programs)

@@ -100,7 +100,8 @@ class BundleReports(LoadedBundle):
         """
         from prejit.runtime.start_report import hints, split
 
-        verification, programs = self._open.verification, self._programs
+        programs = self._programs
+        verification = programs.verification
         spans = (*verification.waits, *programs.waits, *self.text.reads)
         report = split(
             self.times,
@@ -115,4 +116,4 @@ class BundleReports(LoadedBundle):
 
     def device_memory_bytes(self) -> int | None:
         """Return the peak memory in use on an accelerator; None on a CPU."""
-        return self._device.memory_bytes()
+        return self._programs.device.memory_bytes()

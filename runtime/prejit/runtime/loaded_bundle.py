@@ -18,7 +18,6 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.verification import Verification
 from prejit.runtime.machine.kept_files import first_programs, remember_first_programs
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready_programs import Programs
@@ -26,7 +25,7 @@ from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
 
 if TYPE_CHECKING:
-    from prejit.runtime.device.kernels import OpenLibrary
+    from prejit.runtime.device.kernels import Handlers
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.canary import Checks
@@ -49,16 +48,12 @@ class _Parts(NamedTuple):
 
     Attributes:
         layers: verified layers by media type.
-        verification: of all files of the target.
         text: the tokenizer and the chat templates.
-        device: where programs run.
-        programs: the programs of the target.
+        programs: the programs of the target, and the device where they run.
     """
 
     layers: Mapping[str, Layer]
-    verification: Verification
     text: BundleText
-    device: Device
     programs: Programs
 
 
@@ -80,7 +75,7 @@ class LoadedBundle(OneProcess):
         matched: bool,
         times: LoadTimes,
         serve_smaller: bool = False,
-        kernels: OpenLibrary | None = None,
+        kernels: Handlers | None = None,
         no_libraries: str = "",
         types: Mapping[str, type[Any]] | None = None,
         compiles: bool = True,
@@ -100,7 +95,6 @@ class LoadedBundle(OneProcess):
         self._types = types
         self._compiles = compiles
         self._generation_config, self._policies = generation_config, policies
-        verification = layers[PORTABLE_MEDIA_TYPE].verification
         device = Device(machine.platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
             from prejit.runtime.device.kernels import register
@@ -135,7 +129,6 @@ class LoadedBundle(OneProcess):
             layers[EXECUTABLES_MEDIA_TYPE] if matched else None,
             portable,
             opened,
-            verification,
             serve_smaller=serve_smaller,
             calls=calls,
             no_calls=no_libraries,
@@ -144,7 +137,7 @@ class LoadedBundle(OneProcess):
         text = BundleText(config.bundle, layers)
         self._arriving = arriving  # its threads end when this object does
         self._users = weakref.WeakSet[BundleUser]([arriving] if arriving is not None else [])
-        self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
+        self._parts: _Parts | None = _Parts(layers, text, programs)
         self._is_forked = False
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
@@ -177,13 +170,13 @@ class LoadedBundle(OneProcess):
         cached = {name: vars(self).pop(name, None) for name in _CACHED}
         encoder: EncoderPrograms | None = cached["encoder"]
         dispatched: DispatchedCalls | None = cached["dispatched"]
-        parts.verification.stop(reason)
+        parts.programs.verification.stop(reason)
         if encoder is not None:
             encoder.close()
         parts.programs.close(reason)
         if dispatched is not None:
             dispatched.close()
-        held = [parts.device.first.client]
+        held = [parts.programs.device.first.client]
         del parts, cached, encoder, dispatched
         from prejit.runtime.device._jax_parts import free_dropped
 
@@ -196,7 +189,7 @@ class LoadedBundle(OneProcess):
             return None
         self._is_forked = True
         reason = self._closed()
-        parts.verification.refuse(reason)
+        parts.programs.verification.refuse(reason)
         return (
             parts,
             [vars(self).pop(name, None) for name in (*_CACHED, "_once")],
@@ -239,10 +232,6 @@ class LoadedBundle(OneProcess):
         return self._open.programs
 
     @property
-    def _device(self) -> Device:
-        return self._open.device
-
-    @property
     def text(self) -> BundleText:
         """The tokenizer and the chat templates, where the bundle has them."""
         return self._open.text
@@ -273,8 +262,9 @@ class LoadedBundle(OneProcess):
         Raises:
             RejectError: the bundle is damaged.
         """
-        self._open.verification.finish()
-        self._programs.answer()
+        programs = self._programs
+        programs.verification.finish()
+        programs.answer()
 
     def prepare(self, *names: str) -> None:
         """Make these programs ready now, or all. Otherwise each becomes ready when it is first used.

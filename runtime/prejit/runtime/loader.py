@@ -42,7 +42,7 @@ from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
-    from prejit.runtime.device.kernels import OpenLibrary
+    from prejit.runtime.device.kernels import Handlers
     from prejit.runtime.ship.arriving_bundle import ArrivingBundle
     from prejit.runtime.ship.shipping import Report, TransferProgress
 
@@ -304,7 +304,7 @@ class _Choice(NamedTuple):
         target: the target.
         matched: whether its executables run here; if not, its portable programs are compiled.
         config: its program table.
-        kernels: its kernels, loaded into this process; None: it has none, or is not matched.
+        kernels: the handlers of its kernels, loaded into this process; None: it has none, or is not matched.
         no_libraries: why its libraries of the user are not registered; empty: they are, or it has none.
         targets: all targets; the verdict of a target whose kernels or libraries do not load here is no match.
     """
@@ -312,7 +312,7 @@ class _Choice(NamedTuple):
     target: OpenTarget
     matched: bool
     config: Config
-    kernels: OpenLibrary | None
+    kernels: Handlers | None
     no_libraries: str
     targets: tuple[OpenTarget, ...]
 
@@ -373,8 +373,8 @@ def _read_config(opened: _Opened, target: OpenTarget) -> Config:
     return config
 
 
-def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> OpenLibrary | None:
-    """Load the kernels of a target into this process; None: it has none."""
+def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> Handlers | None:
+    """Load the kernels of a target into this process, and return their handlers; None: it has none."""
     if config.kernels is None:
         return None
     from prejit.runtime.device import kernels
@@ -416,4 +416,4 @@ def _without(
     """
     axis = Axis(name, "can be loaded", needed, str(error), False)
     verdict = replace(refused.verdict, axes=(*refused.verdict.axes, axis))
-    return tuple(replace(t, verdict=verdict) if t is refused else t for t in targets)
+    return tuple(t._replace(verdict=verdict) if t is refused else t for t in targets)

@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 
 from prejit.compiler.checkpoint.gguf_config import config_of
@@ -45,7 +44,7 @@ def model_directory(file: Path) -> Path:
     tokenizer = file.with_name("tokenizer.json")
     beside = [each for each in (tokenizer, *map(file.with_name, _OTHERS)) if each.is_file()]
     with store_errors(file, "read"):
-        identity = astuple(Identity.of(file.stat()))
+        identity = Identity.of(file.stat())
     root = directories() / f"v{_VERSION}"
     named = json.dumps([str(file), identity, [each.name for each in beside]]).encode()
     directory = root / digest_of(named).removeprefix("sha256:")[:32]

@@ -9,8 +9,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from prejit.runtime.errors import RejectError, StoreError
 
@@ -22,8 +21,7 @@ STORE_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO
 """Error numbers that do not mean that a bundle is damaged, only that it cannot be read now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """Properties of a file, as the kernel keeps them, that change whenever the file changes.
 
     A program cannot set ctime_ns. Any write to the file or to its times changes it.

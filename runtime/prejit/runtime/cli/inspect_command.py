@@ -6,7 +6,6 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
@@ -26,14 +25,10 @@ from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import GENERATION_MEDIA_TYPE, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
 from prejit.runtime.format.root import Root, read_root
-from prejit.runtime.generation.options import check_generation
+from prejit.runtime.generation.options import Defaults, check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, OURS_PREFIX
 from prejit.runtime.ship.reference import is_reference
-
-if TYPE_CHECKING:
-    from prejit.runtime.generation.options import Defaults
-
 
 _TEXTS = {
     "stablehlo": "StableHLO: the portable program",
@@ -220,7 +215,12 @@ def _print_target(target: OpenTarget, content: Contents) -> None:
 def _recorded_table(recorded: Sequence[RecordedProgram]) -> str:
     """Return the recorded programs as a table, and how many commands start without tracing."""
     rows = [
-        (each.name, each.function or "", size(each.entry.raw_size), _shortened(each.arguments))
+        (
+            each.name,
+            each.function or "",
+            size(each.entry.raw_size),
+            "not known" if each.arguments is None else few(each.arguments, 4),
+        )
         for each in recorded
         if not each.file.startswith(OURS_PREFIX)
     ]
@@ -229,21 +229,12 @@ def _recorded_table(recorded: Sequence[RecordedProgram]) -> str:
     return f"{programs}\ncommands that start without tracing: {commands}"
 
 
-def _shortened(arguments: Sequence[str] | None) -> str:
-    if arguments is None:
-        return "not known"
-    return few(arguments, 4)
-
-
 def _defaults(layout: LayoutFiles, content: Contents) -> Defaults | None:
     """Return the generation defaults of a decoder; None: the bundle holds no decoder."""
     manifest = content.manifest
     if content.config.decoder is None:
         return None
     if not manifest.has_layer(GENERATION_MEDIA_TYPE):
-        # The import loads NumPy, which `verify` of other bundles does not need.
-        from prejit.runtime.generation.options import Defaults
-
         return Defaults()
     at = manifest.layer(GENERATION_MEDIA_TYPE)
     return check_generation(layout.read_blob(at), layout.blob_path(at.digest))

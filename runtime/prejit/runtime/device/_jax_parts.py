@@ -386,7 +386,7 @@ def any_handler() -> Any:
     return next(iter(_sparse.registrations().values()))
 
 
-_PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 """Dtypes of less than a byte. A device may hold several values in one byte; NumPy never does."""
 
 
@@ -394,7 +394,7 @@ def read_array(array: JaxlibArray) -> np.ndarray[Any, Any]:
     """Return the values of an array that is no buffer of Python's. Raises as `to_numpy`."""
     if is_on_cpu(array):
         array.block_until_ready()  # raises if the program failed
-        if array.aval.dtype.name not in _PACKED:
+        if array.aval.dtype.name not in PACKED:
             return _view(array)
         uninterrupted(import_jax)  # jaxlib unpacks with the help of jax
     elif not array._sharding.is_fully_replicated:  # no device has all of it

@@ -10,8 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -40,6 +39,7 @@ class Device:
         platform: `cpu`, `cuda`, `tpu`.
         mesh: how programs are split over the devices; None: one device.
         in_cluster: whether the process takes part in a cluster.
+        cpu_sharding: the sharding of arrays that are made without jax's Python; None: the device needs jax.
     """
 
     def __init__(
@@ -85,15 +85,10 @@ class Device:
         # One CPU device works without jax's Python, whose import takes as long as all of ours.
         without_jax = platform == "cpu" and mesh is None and not self.in_cluster
         without_jax = without_jax and not of_jax and not is_plain_start()
-        self._cpu_sharding = _jaxlib.cpu_sharding(self._all[0]) if without_jax else None
+        self.cpu_sharding = _jaxlib.cpu_sharding(self._all[0]) if without_jax else None
         self._shardings: dict[tuple[str, ...], Any] = {}
         self._begun = False
         self._lock = threading.Lock()
-
-    @property
-    def cpu_sharding(self) -> Any:
-        """The sharding of arrays that are made without jax's Python; None: the device needs jax."""
-        return self._cpu_sharding
 
     @property
     def first(self) -> Any:
@@ -115,8 +110,8 @@ class Device:
             array: the whole array.
             sharding: the mesh axis that splits each dimension, `""` for none; empty: every device has it all.
         """
-        if self._cpu_sharding is not None:
-            return _jaxlib.put_on_cpu(array, self._cpu_sharding, self._local[0])
+        if self.cpu_sharding is not None:
+            return _jaxlib.put_on_cpu(array, self.cpu_sharding, self._local[0])
         from prejit.runtime.device import _jax_parts
 
         if not self._begun:
@@ -135,21 +130,21 @@ class Device:
 
         An array that `put` did not copy lies in the caller's memory, so XLA copies it when it is donated.
         """
-        if self._cpu_sharding is None:
+        if self.cpu_sharding is None:
             return self.put(aligned_zeros(shape, dtype), sharding)
         source = shared_zeros(dtype.itemsize * math.prod(shape)).view(dtype).reshape(shape)
-        return _jaxlib.copy_to_cpu(source, self._cpu_sharding, self._local[0])
+        return _jaxlib.copy_to_cpu(source, self.cpu_sharding, self._local[0])
 
     def copy(self, array: np.ndarray[Any, Any], sharding: tuple[str, ...] = ()) -> DeviceArray:
         """Return a copy of the array in the device's own memory, where a program may write if it is donated.
 
         Arguments as for `put`.
         """
-        if self._cpu_sharding is None:
+        if self.cpu_sharding is None:
             return self.put(
                 np.array(array, order="C") if self.platform == "cpu" else array, sharding
             )
-        return _jaxlib.copy_to_cpu(array, self._cpu_sharding, self._local[0])
+        return _jaxlib.copy_to_cpu(array, self.cpu_sharding, self._local[0])
 
     def _begin(self) -> None:
         """Import jax, and whatever jaxlib imports when it makes a first array."""
@@ -249,9 +244,9 @@ class Device:
         return min(left, default=None)
 
     def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
-        if self._cpu_sharding is not None and results:
+        if self.cpu_sharding is not None and results:
             avals = [(array.shape, dtype_of(array.dtype), array.weak) for array in results]
-            return Executable(loaded, _jaxlib.cpu_runner(loaded, avals, self._cpu_sharding))
+            return Executable(loaded, _jaxlib.cpu_runner(loaded, avals, self.cpu_sharding))
         from prejit.runtime.device import _jax_parts
 
         if not self._begun:
@@ -263,8 +258,7 @@ class Device:
         return Executable(loaded, _jax_parts.mesh_runner(loaded, avals, shardings))
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """The arguments and results of a compiled program on each device.
 
     Attributes:
@@ -278,8 +272,7 @@ class Signature:
 
 
 @final
-@dataclass(frozen=True)
-class Executable:
+class Executable(NamedTuple):
     """A program loaded on a device or a mesh, ready to run.
 
     Attributes:

@@ -16,7 +16,6 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from prejit.runtime.base.files import digest_of
@@ -52,8 +51,11 @@ from this number to the function that takes them (kernels/threads.cc)."""
 _RTLD_DI_LINKMAP = 2
 """RTLD_DI_LINKMAP of dlfcn.h: dlinfo gives the link_map of a library."""
 
+Handlers = Mapping[str, Any]
+"""FFI handlers of a library as PyCapsules, by the names under which executables call them."""
+
 _loading = threading.Lock()
-_loaded: dict[str, OpenLibrary] = {}
+_loaded: dict[str, Handlers] = {}
 _opened: dict[str, ctypes.CDLL] = {}
 """The libraries of users that this process has opened, by digest."""
 _helpers: dict[int, int] = {}
@@ -61,21 +63,8 @@ _helpers: dict[int, int] = {}
 _attempts = 0
 
 
-@dataclass(frozen=True, slots=True)
-class OpenLibrary:
-    """A library of handlers that this process has loaded.
-
-    Attributes:
-        digest: the digest of its content.
-        handlers: its FFI handlers as PyCapsules, by the names under which executables call them.
-    """
-
-    digest: str
-    handlers: Mapping[str, Any]
-
-
-def load(content: bytes) -> OpenLibrary:
-    """Load a library, or return the one that this process has loaded from the same bytes.
+def load(content: bytes) -> Handlers:
+    """Load a library of kernels, and return its handlers. A process loads the same bytes once.
 
     Its content is verified, and exports FFI handlers `prejit_*`.
 
@@ -89,16 +78,15 @@ def load(content: bytes) -> OpenLibrary:
             names, threads = kernels_of(content), kernel_threads()
             library = _open_sealed(content, digest, "native kernels", _KERNELS_HINT)
             _share_helpers(library, content, threads)
-            handlers = {
+            _loaded[digest] = {
                 kernel_target(name, digest): _capsule_of(getattr(library, KERNEL_PREFIX + name))
                 for name in names
             }
-            _loaded[digest] = OpenLibrary(digest, handlers)
         return _loaded[digest]
 
 
-def load_library(content: bytes, symbols: Iterable[str], name: str) -> OpenLibrary:
-    """Load a library of the user. A process opens the same bytes once, however many bundles have them.
+def load_library(content: bytes, symbols: Iterable[str], name: str) -> Handlers:
+    """Load a library of the user, and return its handlers. A process opens the same bytes once.
 
     Its content is verified, and exports `symbols`, the FFI handlers that programs call. `name` is for errors.
 
@@ -111,14 +99,13 @@ def load_library(content: bytes, symbols: Iterable[str], name: str) -> OpenLibra
         if digest not in _opened:
             _opened[digest] = _open_sealed(content, digest, f"the library {name}", _LIBRARY_HINT)
         opened = _opened[digest]
-    handlers = {
+    return {
         handler_target(symbol, digest): _capsule_of(getattr(opened, symbol)) for symbol in symbols
     }
-    return OpenLibrary(digest, handlers)
 
 
-def register(library: OpenLibrary) -> None:
-    """Register a library's handlers with XLA, for programs that are loaded or compiled afterwards.
+def register(handlers: Handlers) -> None:
+    """Register handlers with XLA, for programs that are loaded or compiled afterwards.
 
     Raises:
         KernelError: this jaxlib does not take a handler.
@@ -127,7 +114,7 @@ def register(library: OpenLibrary) -> None:
         _jaxlib,
     )  # imports NumPy, which loading a library does not need
 
-    _jaxlib.register_handlers(library.handlers)
+    _jaxlib.register_handlers(handlers)
 
 
 def kernels_of(content: bytes) -> tuple[str, ...]:

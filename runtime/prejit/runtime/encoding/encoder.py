@@ -23,7 +23,6 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.base.threads_and_forks import start_thread
-from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.format.bundle_schema import Encoder
 from prejit.runtime.format.checks.encoder_interfaces import encoder_bucket_name
@@ -125,11 +124,11 @@ class EncoderPrograms:
         max_tokens: the longest sentence: the limit of the model, or the longest bucket.
     """
 
-    def __init__(self, encoder: Encoder, programs: Programs, device: Device) -> None:
+    def __init__(self, encoder: Encoder, programs: Programs) -> None:
         """Sort the programs of a bundle into buckets."""
         self.encoder = encoder
         self.programs = programs
-        self._device = device
+        self._device = programs.device
         found = [each.bucket for each in programs.table.values() if each.kind == "layer"]
         shapes = {(each["batch"], each["length"], each.get("sentences", 0)) for each in found}
         self.buckets = tuple(self._bucket(Bucket(*each[:2], 0, each[2])) for each in sorted(shapes))

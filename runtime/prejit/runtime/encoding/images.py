@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from prejit.runtime.base import arguments
-from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import aligned_zeros, to_numpy
 from prejit.runtime.encoding.encoder import Bucket, partition
 from prejit.runtime.errors import UsageError
@@ -46,9 +45,9 @@ class ImagePrograms:
         images: the bundle's description of the model.
     """
 
-    def __init__(self, images: Images, programs: Programs, device: Device) -> None:
+    def __init__(self, images: Images, programs: Programs) -> None:
         """Sort the programs of a bundle by batch."""
-        self.images, self._programs, self._device = images, programs, device
+        self.images, self._programs, self._device = images, programs, programs.device
         self._names: dict[Bucket, str] = {}
         for program in programs.table.values():
             if program.kind == "image":

@@ -27,7 +27,7 @@ class SeeingPrograms(DecoderPrograms):
         super().__init__(*parts)
         images = self.programs.config.images
         assert images is not None
-        self._images = ImagePrograms(images, self.programs, self.device)
+        self._images = ImagePrograms(images, self.programs)
         self._read: dict[str, np.ndarray[Any, Any]] = {}
         self._lock = threading.Lock()
 

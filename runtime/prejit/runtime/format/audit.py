@@ -20,7 +20,7 @@ from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.blobs import Blobs, Layer, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.layers import check_kernels, check_weights, unpack
+from prejit.runtime.format.checks.layers import check_kernels, check_weights
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.checks.seldom_parts import check_chat, check_library
 from prejit.runtime.format.index_writing import encode_root, is_ours, locked
@@ -107,8 +107,7 @@ def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Se
         layer = Layer.in_layout(layout, at)
         for segment in segments:
             if (layer.path, segment) not in unpacked:
-                frame = layer.content[segment.offset : segment.offset + segment.size]
-                unpack(frame, segment, layer.path)
+                layer.unpack(segment)
                 unpacked.add((layer.path, segment))
 
 

@@ -13,9 +13,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 from prejit.runtime.base.files import Content, Identity, map_file, measure
 from prejit.runtime.base.process_facts import Span, span
@@ -243,8 +242,7 @@ def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Root], _T])
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """A layer of a bundle, mapped. Its bytes may be damaged until `wait` has returned for them."""
 
     content: Content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest
@@ -26,8 +26,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.verdict import Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTarget:
+class OpenTarget(NamedTuple):
     """One target of an opened bundle: what its executables need of a machine, and the comparison with one.
 
     `descriptor` is that of its manifest, `bundle` the bundle's name, as its index has it.
@@ -94,8 +93,7 @@ def check_config_blob(
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """The manifest of a target, and its config: the program table."""
 
     manifest: ImageManifest

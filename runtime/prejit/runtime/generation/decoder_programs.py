@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
@@ -37,11 +36,11 @@ class DecoderPrograms:
         paces: a `DraftPace` by where drafts come from: all batches of a bundle learn it together.
     """
 
-    def __init__(self, decoder: Decoder, programs: Programs, device: Device) -> None:
+    def __init__(self, decoder: Decoder, programs: Programs) -> None:
         """Sort the programs of a bundle into buckets."""
         self.decoder = decoder
         self.programs = programs
-        self.device = device
+        self.device = programs.device
         self._prefill: dict[tuple[int, int], list[ProgramEntry]] = {}
         self._decode: dict[tuple[int, int], ProgramEntry] = {}
         self._verify: dict[tuple[int, int], ProgramEntry] = {}
@@ -64,7 +63,7 @@ class DecoderPrograms:
         self.paces: dict[str, Any] = {}
         self.draft: DecoderPrograms | None = None
         if (draft := programs.config.draft) is not None and draft is not decoder:
-            self.draft = DecoderPrograms(draft, programs, device)
+            self.draft = DecoderPrograms(draft, programs)
         self.cache = cache_arrays(decoder)  # check_config has parsed them
         self.source = source_array(decoder)
         self.is_rewindable = is_rewindable(decoder)

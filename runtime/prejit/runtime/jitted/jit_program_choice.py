@@ -17,6 +17,7 @@ from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
+from prejit.runtime.programs.placing import is_random_key
 from prejit.runtime.programs.pytree import constant_values, constants_misfit, kind_of_dict, spell
 
 AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
@@ -290,19 +291,15 @@ def _is_leaf(value: Any) -> bool:
 def _key_name(value: Any) -> str:
     """Return jax's implementation of random keys; empty for any other value."""
     import jax
-    import jax.numpy as jnp
 
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return ""
-    return str(jax.random.key_impl(value))
+    return str(jax.random.key_impl(value)) if is_random_key(value) else ""
 
 
 def _data(value: Any) -> Any:
     """Return the data of a random key, or another value as it is."""
     import jax
 
-    return jax.random.key_data(value) if _key_name(value) else value
+    return jax.random.key_data(value) if is_random_key(value) else value
 
 
 def _type_of(at: trees.Path, value: Any) -> Any:

@@ -213,12 +213,10 @@ class AdaptedPrograms(DecoderPrograms):
     While a row of a batch has an adapter, `adapted-decode` runs in place of `decode`, and so on.
     """
 
-    def __init__(
-        self, decoder: Decoder, programs: Programs, device: Device, policies: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, decoder: Decoder, programs: Programs, policies: Sequence[str] = ()) -> None:
         """Sort the programs of a bundle into buckets; `policies` decide which adapters may be loaded."""
-        super().__init__(decoder, programs, device)
-        self._adapters = Adapters(stack_pairs(decoder), device, programs.bundle, policies)
+        super().__init__(decoder, programs)
+        self._adapters = Adapters(stack_pairs(decoder), programs.device, programs.bundle, policies)
 
     @property
     def adapters(self) -> Adapters:

@@ -16,7 +16,6 @@ import os
 import stat
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -34,6 +33,11 @@ def cache_root() -> Path:
     return Path(base) / "prejit" / "runtime"
 
 
+def is_own(status: os.stat_result) -> bool:
+    """Return whether only this process's user can have written a file."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def read_own(path: Path, max_bytes: int) -> bytes | None:
     """Return at most `max_bytes` of a cache file that only this process's user can have written, or None.
 
@@ -47,8 +51,7 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
         descriptor = os.open(path.name, flags, dir_fd=directory)
         file = stack.enter_context(open(descriptor, "rb"))
         for status in (os.fstat(directory), os.fstat(descriptor)):
-            writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if status.st_uid != os.geteuid() or writable:
+            if not is_own(status):
                 return None
         return file.read(max_bytes)
     return None
@@ -172,8 +175,8 @@ class Receipts:
 
     def holds(self, digest: str, identity: Identity) -> bool:
         """Return whether a receipt says that this very file had this digest."""
-        if held := self._held.get(digest) == list(astuple(identity)):
-            self._valid[digest] = astuple(identity)
+        if held := self._held.get(digest) == list(identity):
+            self._valid[digest] = identity
         return held
 
     def find(self, identity: Identity) -> str | None:
@@ -208,7 +211,7 @@ class Receipts:
 
         Nobody else can have changed it before: it had no name that others know.
         """
-        self._valid[digest] = astuple(identity)
+        self._valid[digest] = identity
         self._added = True
 
     def save(self) -> None:

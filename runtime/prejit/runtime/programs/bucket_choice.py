@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.wording import did_you_mean
@@ -13,14 +13,35 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
-from prejit.runtime.programs.fitted_arguments import EVERYTHING, fit, narrows, padded, static_misfit
+from prejit.runtime.programs.fitted_arguments import (
+    EVERYTHING,
+    Value,
+    fit,
+    narrows,
+    padded,
+    static_misfit,
+)
 from prejit.runtime.programs.known_calls import ChosenBucket, Held
-from prejit.runtime.programs.placing import converter, key_name
+from prejit.runtime.programs.placing import Convert, converter, is_random_key
 from prejit.runtime.programs.ready_programs import Programs
 from prejit.runtime.programs.usage_hint import functions_of
 
 Flatten = Callable[[trees.Tree], list[Any]]
 """Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
+
+
+class Fitted(NamedTuple):
+    """Arguments as a bucket takes them, but for the sizes of variables that are padded.
+
+    Attributes:
+        values: the arguments in order.
+        sizes: the caller's size of each variable that is padded.
+        convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
+    """
+
+    values: list[Value]
+    sizes: dict[str, int]
+    convert: Convert
 
 
 @final
@@ -80,19 +101,11 @@ class BucketChoice:
             if text not in known:
                 known[text] = self.leaves(program, flatten)
             given = known[text]
-            if isinstance(given, str) or (
-                misfit := static_misfit(self._programs.static(program.name), static)
-            ):
-                complaints.append(f"{program.name}: {given if isinstance(given, str) else misfit}")
-                continue
-            arrays = self._programs.arguments(program.name)
-            leaves = trees.leaves(self._programs.arguments_tree(program.name))
-            fitted = fit(arrays, leaves, given, program.pad or (), narrows=narrows(program))
+            fitted = self.fit(program, static, given, program.pad or ())
             if isinstance(fitted, str):
                 complaints.append(f"{program.name}: {fitted}")
                 continue
-            values, sizes = fitted
-            convert = converter(arrays, given)
+            values, sizes, convert = fitted
             chosen = ChosenBucket(program, values, convert, sizes, are_on_device(given))
             if not sizes:
                 return chosen
@@ -118,25 +131,38 @@ class BucketChoice:
             return None
         for program in self.buckets(name):
             given = known.get(program.arguments_tree or program.name, "")
-            if not program.open_sizes or isinstance(given, str):
+            if not program.open_sizes:
                 continue
-            if static_misfit(self._programs.static(program.name), static):
-                continue
-            arrays = self._programs.arguments(program.name)
-            leaves = trees.leaves(self._programs.arguments_tree(program.name))
-            fitted = fit(
-                arrays, leaves, given, program.open_sizes, any_size=True, narrows=narrows(program)
-            )
+            fitted = self.fit(program, static, given, program.open_sizes, any_size=True)
             if isinstance(fitted, str):
                 continue
-            values, sizes = fitted
             from prejit.runtime.programs.open_sizes import specialize  # rare
 
+            values, sizes, convert = fitted
             entry = specialize(self._programs, program, sizes)
             self._buckets[name] = [*self._buckets[name], entry]
-            convert = converter(arrays, given)
             return ChosenBucket(entry, values, convert, is_on_device=are_on_device(given))
         return None
+
+    def fit(
+        self,
+        program: ProgramEntry,
+        static: Mapping[str, Any],
+        given: list[Any] | str,
+        open_sizes: Sequence[str],
+        *,
+        any_size: bool = False,
+    ) -> Fitted | str:
+        """Return what `leaves` returned as a program takes it, or why it does not. Sizes as for `fit`."""
+        if isinstance(given, str):
+            return given
+        if misfit := static_misfit(self._programs.static(program.name), static):
+            return misfit
+        arrays = self._programs.arguments(program.name)
+        leaves = trees.leaves(self._programs.arguments_tree(program.name))
+        narrow = narrows(program)
+        found = fit(arrays, leaves, given, open_sizes, any_size=any_size, narrows=narrow)
+        return found if isinstance(found, str) else Fitted(*found, converter(arrays, given))
 
     def leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
         """Return the leaves that a caller gave, or why they do not have the program's structure."""
@@ -156,6 +182,6 @@ def are_on_device(given: Sequence[Any]) -> bool:
         value is EVERYTHING
         or isinstance(value, Held | OnDevice)
         or is_jax_array(value)
-        or key_name(value) != ""
+        or is_random_key(value)
         for value in given
     )

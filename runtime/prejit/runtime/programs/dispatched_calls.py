@@ -26,10 +26,6 @@ _DTYPES = frozenset(
     )
 )
 """Dtypes of arguments that jaxlib's dispatch passes as they are."""
-_PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
-"""Dtypes of less than a byte, which a device holds in another way than NumPy."""
-
-
 _PLAIN = (dict, tuple, list)
 """Containers whose first leaf is found without jaxlib."""
 
@@ -122,7 +118,7 @@ class DispatchedCalls:
             and len(given) == len(chosen.values) == len({*map(id, given)})  # else it tells no order
             and all(map(is_, given, chosen.values))
             and not any(array.donated for array in arrays)
-            and not any(array.dtype in _PACKED for array in (*arrays, *results))
+            and not any(array.dtype in _jax_parts.PACKED for array in (*arrays, *results))
         )
 
     def _path(self, chosen: ChosenBucket) -> Any:

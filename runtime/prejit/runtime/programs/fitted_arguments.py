@@ -26,7 +26,7 @@ from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.constants import Constant, EncodedConstant
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.known_calls import Held
-from prejit.runtime.programs.placing import key_name
+from prejit.runtime.programs.placing import is_random_key
 
 EVERYTHING: Final = object()
 """In place of a mask that the caller leaves out: true for all that the caller gave."""
@@ -167,7 +167,7 @@ def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any
             f"{pytree.spell(array.path)}: expected a random key of {leaf.key}, found {found}",
             hint=f'use jax.random.key, or jax.random.wrap_key_data(data, impl="{leaf.key}")',
         )
-    if key_name(value):
+    if is_random_key(value):
         import jax
 
         if not isinstance(value, jax.Array):

@@ -63,7 +63,7 @@ class ChosenBucket(NamedTuple):
 
     def emptied(self) -> ChosenBucket:
         """Return it without arguments, which would live as long as it is kept."""
-        return ChosenBucket(self.program, (), self.convert, self.sizes, self.is_on_device)
+        return self._replace(values=())
 
 
 class _Known(NamedTuple):

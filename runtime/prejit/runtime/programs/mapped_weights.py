@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from prejit.runtime.format.blobs import Layer
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """The tensors of a weights layer.
 
     Attributes:

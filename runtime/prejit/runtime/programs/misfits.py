@@ -14,7 +14,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.fitted_arguments import EVERYTHING, static_misfit
-from prejit.runtime.programs.placing import key_name
+from prejit.runtime.programs.placing import is_random_key
 from prejit.runtime.programs.ready_programs import Programs
 
 
@@ -90,7 +90,7 @@ def _wrong_axis(arrays: Sequence[Array], value: Any) -> str:
 
     `arrays` holds the argument in each bucket.
     """
-    if value is EVERYTHING or key_name(value):
+    if value is EVERYTHING or is_random_key(value):
         return ""
     last, shape = arrays[-1], np.shape(value)
     if any(len(array.shape) != len(shape) for array in arrays):
@@ -112,7 +112,7 @@ def _differ_in_size(arrays: Sequence[Array], given: Sequence[Any]) -> bool:
     pairs = [
         (array, value)
         for array, value in zip(arrays, given, strict=True)
-        if value is not EVERYTHING and not key_name(value)
+        if value is not EVERYTHING and not is_random_key(value)
     ]
     return any(np.shape(value) != array.shape for array, value in pairs) and all(
         np.ndim(value) == len(array.shape)

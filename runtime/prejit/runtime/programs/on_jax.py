@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import final
 
 from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device, Executable
-from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.ready_programs import Programs
 from prejit.runtime.programs.usage_hint import functions_of
@@ -24,29 +22,19 @@ class JaxPrograms:
         platform: `cpu`, `cuda` or `tpu`.
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        table: Iterable[ProgramEntry],
-        platform: str,
-        mesh: Mesh | None = None,
-    ) -> None:
-        """Keep what loading needs.
-
-        `table` has those that are in the bundle; others may have been compiled here. Without a `mesh` each
-        runs on one device.
-        """
+    def __init__(self, programs: Programs) -> None:
+        """Keep what loading needs."""
         self.programs = programs
-        self._buckets = functions_of(table)
-        self.platform = platform
-        self._mesh = mesh
+        # Those of the bundle alone: others were compiled here.
+        self._buckets = functions_of(programs.config.programs)
+        self.platform = programs.device.platform
         self._loaded: dict[str, Executable] = {}
         self._lock = threading.Lock()
 
     @once
     def device(self) -> Device:
         """The first device of jax's client for the bundle's platform, or as many as its mesh has."""
-        return Device(self.platform, self._mesh, of_jax=True)
+        return Device(self.platform, self.programs.config.mesh, of_jax=True)
 
     def buckets(self, name: str) -> list[ProgramEntry]:
         """Return the buckets of a program; none: there is no such program."""

@@ -27,7 +27,7 @@ def converter(arrays: Sequence[Array], given: Sequence[Any]) -> Convert:
     of_jax = {
         spell(array.path): value
         for array, value in zip(arrays, given, strict=True)
-        if is_jax_array(value) or key_name(value)
+        if is_jax_array(value) or is_random_key(value)
     }
     if not of_jax:
         return to_numpy
@@ -47,13 +47,12 @@ def converter(arrays: Sequence[Array], given: Sequence[Any]) -> Convert:
     return partial(to_jax, device=device or default_device(), committed=device is not None)
 
 
-def key_name(value: Any) -> str:
-    """Return the name of the dtype of a random key of jax; empty for any other value."""
+def is_random_key(value: Any) -> bool:
+    """Return whether a value is a random key of jax. Does not import jax to find out."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or isinstance(dtype, np.dtype):  # the usual case; to spell one takes 3 us
-        return ""
-    name = str(dtype)
-    return name if name.startswith("key<") else ""
+        return False
+    return str(dtype).startswith("key<")
 
 
 def _device_of(at: str, value: Any) -> Any:

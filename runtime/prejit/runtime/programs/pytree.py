@@ -124,7 +124,7 @@ def _collect(tree: Tree, value: Any, at: Path, walk: _Walk) -> None:
         try:
             part = part_of(key)
         except (KeyError, IndexError, AttributeError):
-            missing = next(_first_leaf(child, (*at, key)), (*at, key))
+            missing = (*at, key, *next(trees.paths(child), ()))  # its first leaf
             is_none = ": expected None" * (child == trees.NONE)
             strays = (f", and unexpected {spell((*at, key))}" for key in _more_keys(tree, value))
             raise MisfitError(f"{spell(missing)} is missing{is_none}{next(strays, '')}") from None
@@ -295,13 +295,6 @@ def _one_level(value: Any) -> tuple[Sequence[Any], Any] | None:
 def _registry() -> Any:
     """Return jax's registry of pytrees; None: a process without jax has registered no class with it."""
     return getattr(getattr(sys.modules.get("jax"), "tree_util", None), "default_registry", None)
-
-
-def _first_leaf(tree: Tree, at: Path) -> Iterator[Path]:
-    """Yield the path of the first leaf of a tree, if it has one."""
-    for path in trees.paths(tree):
-        yield (*at, *path)
-        return
 
 
 def unflatten(

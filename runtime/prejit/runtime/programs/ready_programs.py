@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.process_facts import Span, span
@@ -21,7 +21,6 @@ from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
 from prejit.runtime.format.checks.program_table import check_array
-from prejit.runtime.format.verification import VERIFIED, Verification
 
 if TYPE_CHECKING:
     from prejit.runtime.format.constants import Constant
@@ -74,7 +73,6 @@ class Programs:
         executables: Layer | None,
         portable: Layer,
         weights: Weights | None,
-        verification: Verification = VERIFIED,
         *,
         serve_smaller: bool = False,
         calls: Mapping[str, str] | None = None,
@@ -94,7 +92,7 @@ class Programs:
         self._executables = executables
         self._portable = portable
         self._weights = weights
-        self.verification = verification
+        self.verification = portable.verification
         # The processes of a cluster run the same programs together, whichever are ready, and no others.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self.canary = None if device.in_cluster else canary
@@ -138,7 +136,7 @@ class Programs:
         self.release()
         with self._lock:
             self._weights = self._executables = None
-            self._portable = replace(self._portable, content=b"")
+            self._portable = self._portable._replace(content=b"")
             vars(self).pop("compiler", None)
 
     def release(self) -> None:

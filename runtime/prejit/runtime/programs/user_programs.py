@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.threads_and_forks import OneProcess
 from prejit.runtime.device import _jax_parts, _jaxlib, jax_settings
-from prejit.runtime.device.device import Device
 from prejit.runtime.device.jax_arrays import OnDevice, weakened
 from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
@@ -16,32 +15,10 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
-from prejit.runtime.programs.bucket_choice import BucketChoice, Flatten
-from prejit.runtime.programs.fitted_arguments import (
-    EVERYTHING,
-    Value,
-    as_key,
-    fit,
-    narrows,
-    static_misfit,
-)
+from prejit.runtime.programs.bucket_choice import BucketChoice, Fitted, Flatten
+from prejit.runtime.programs.fitted_arguments import EVERYTHING, Value, as_key
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
-from prejit.runtime.programs.placing import Convert, converter
 from prejit.runtime.programs.ready_programs import Programs
-
-
-class Fitted(NamedTuple):
-    """Arguments as a bucket takes them, but for the sizes of variables that are padded.
-
-    Attributes:
-        values: the arguments in order.
-        sizes: the caller's size of each variable that is padded.
-        convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
-    """
-
-    values: list[Value]
-    sizes: Mapping[str, int]
-    convert: Convert
 
 
 @final
@@ -93,7 +70,6 @@ class Calls:
     def __init__(
         self,
         programs: Programs,
-        device: Device,
         types: Mapping[str, type[Any]] | None = None,
         *,
         compiles: bool = True,
@@ -104,7 +80,7 @@ class Calls:
         """
         self.programs = programs
         self.choice = BucketChoice(programs, compiles=compiles)
-        self.device = device
+        self.device = programs.device
         self.types = types or {}
         self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program fitted
         self._known_calls = KnownCalls()
@@ -315,17 +291,11 @@ class Calls:
         self.check_settings(program.function)
         static, flatten = self._given(program.function, args, kwargs)
         given = self.choice.leaves(program, flatten)
-        if isinstance(given, str) or static_misfit(self.programs.static(program.name), static):
-            return None
-        arrays = self.programs.arguments(program.name)
-        leaves = trees.leaves(self.programs.arguments_tree(program.name))
-        pad = program.pad or ()
-        found = fit(arrays, leaves, given, pad, any_size=True, narrows=narrows(program))
+        found = self.choice.fit(program, static, given, program.pad or (), any_size=True)
         if isinstance(found, str):
             return None
-        values, sizes = found
         padded_sizes = {name: program.bucket[name] for name in program.pad or ()}
-        return Fitted(values, padded_sizes | sizes, converter(arrays, given))
+        return found._replace(sizes=padded_sizes | found.sizes)
 
     def _given(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]

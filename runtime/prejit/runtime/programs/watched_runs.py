@@ -6,7 +6,6 @@ Nothing of it is on the way of a run while nobody does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
 from prejit.runtime.device.device import Executable
@@ -43,7 +42,7 @@ class _Watched(dict[str, Executable]):
 
     def __setitem__(self, name: str, executable: Executable) -> None:
         self.plain[name] = executable
-        super().__setitem__(name, replace(executable, run=self.wrap(name, executable.run)))
+        super().__setitem__(name, executable._replace(run=self.wrap(name, executable.run)))
 
     def popitem(self) -> tuple[str, Executable]:
         name, _ = super().popitem()

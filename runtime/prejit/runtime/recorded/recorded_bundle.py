@@ -30,7 +30,7 @@ from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
-from prejit.runtime.machine.kept_files import Receipts, cache_root
+from prejit.runtime.machine.kept_files import Receipts, cache_root, is_own
 from prejit.runtime.recorded.watched_command import make_directory
 from prejit.runtime.verdict import Verdict
 
@@ -248,7 +248,7 @@ def _is_whole(directory: Path, programs: Sequence[RecordedProgram]) -> bool:
         names = set(os.listdir(directory))
     except OSError:
         return False
-    if not stat.S_ISDIR(status.st_mode) or not _is_own(status):
+    if not stat.S_ISDIR(status.st_mode) or not is_own(status):
         return False
     if names != {program.file for program in programs}:
         return False
@@ -258,10 +258,6 @@ def _is_whole(directory: Path, programs: Sequence[RecordedProgram]) -> bool:
     return whole
 
 
-def _is_own(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
 def _is_file(path: Path, program: RecordedProgram, receipts: Receipts) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -269,7 +265,7 @@ def _is_file(path: Path, program: RecordedProgram, receipts: Receipts) -> bool:
         return False
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+        if not stat.S_ISREG(status.st_mode) or not is_own(status):
             return False
         expected, identity = program.entry.raw_digest, Identity.of(status)
         if identity.size != program.entry.raw_size:

@@ -27,6 +27,7 @@ from prejit.runtime.ship.repository import (
     Pieces,
     Shipment,
     Tagged,
+    blob_name,
     checked,
 )
 
@@ -143,7 +144,7 @@ class TarRepository:
                 yield piece
 
     def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
-        yield from self._read(f"blobs/sha256/{at.digest.removeprefix('sha256:')}", start)
+        yield from self._read(blob_name(at.digest), start)
 
     def has(self, at: Descriptor) -> bool:
         """See `Repository.has`."""
@@ -153,7 +154,7 @@ class TarRepository:
         """See `Repository.write`. One blob after the other."""
         with self._lock:
             stream = _Stream(checked(at, pieces(0), self.name))
-            self._add(f"blobs/sha256/{at.digest.removeprefix('sha256:')}", at.size, stream)
+            self._add(blob_name(at.digest), at.size, stream)
             self._written.add(at.digest)
 
     def _add(self, name: str, size: int, content: io.RawIOBase | io.BytesIO) -> None:

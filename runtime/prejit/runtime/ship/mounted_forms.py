@@ -37,6 +37,7 @@ from prejit.runtime.ship.repository import (
     BundleDocument,
     BundleFiles,
     Shipment,
+    blob_name,
     checked,
     shipment_of,
 )
@@ -127,15 +128,15 @@ def _image(
         return form.add(_LAYER_MEDIA_TYPE, *_tar_of(contents))
 
     with ThreadPoolExecutor(MOST_TRANSFERS, "prejit-layers") as pool:
-        made = pool.map(layer_of, ({_blob_name(at): at} for at in own))
+        made = pool.map(layer_of, ({blob_name(at.digest): at} for at in own))
         layers = {at.digest: layer for at, layer in zip(own, made, strict=True)}
     moved = dict[str, Descriptor]()
     for shipment, (target, *_) in zip(shipments, platforms.values(), strict=True):
         rest: dict[str, bytes | Descriptor] = {
             "oci-layout": OCI_LAYOUT,
             "index.json": shipment.index_file,
-            **{_blob_name(each.at): each.content for each in shipment.documents},
-            **{_blob_name(at): at for at in shipment.blobs if at.digest not in layers},
+            **{blob_name(each.at.digest): each.content for each in shipment.documents},
+            **{blob_name(at.digest): at for at in shipment.blobs if at.digest not in layers},
         }
         names = {at.digest for at in shipment.blobs}
         stack = [layer for digest, layer in layers.items() if digest in names]
@@ -220,10 +221,6 @@ def _tar_of(contents: Mapping[str, bytes | Descriptor]) -> list[bytes | Descript
         size = _size_of(content)
         parts += [_head(name, size), content, bytes(-size % tarfile.BLOCKSIZE)]
     return [*parts, bytes(2 * tarfile.BLOCKSIZE)]
-
-
-def _blob_name(at: Descriptor) -> str:
-    return f"blobs/sha256/{at.digest.removeprefix('sha256:')}"
 
 
 def _directories() -> bytes:

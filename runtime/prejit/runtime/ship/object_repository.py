@@ -43,6 +43,7 @@ from prejit.runtime.ship.repository import (
     Pieces,
     Shipment,
     Tagged,
+    blob_name,
     check_count,
     checked,
     shipment_of,
@@ -107,7 +108,7 @@ class ObjectRepository:
         """Return a bundle by its digest alone. Nothing says what is attached to it."""
         from prejit.runtime.format.checks.oci import check_digest, check_index
 
-        content = self._read(_blob_path(digest), limits.MAX_INDEX_BYTES)
+        content = self._read(blob_name(digest), limits.MAX_INDEX_BYTES)
         if content is None:
             raise StoreError(f"{where}: not found", hint=self._where_else())
         check_digest(content, digest, where)
@@ -132,7 +133,7 @@ class ObjectRepository:
         return bytes(content)
 
     def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
-        path = _blob_path(at.digest)
+        path = blob_name(at.digest)
         try:
             yield from self._pieces(path, start)
         except FileNotFoundError as error:
@@ -167,7 +168,7 @@ class ObjectRepository:
                 f"{self.name}: expected a place that prejit writes to, found the hub",
                 hint=f"upload the directory with its own tool: hf upload {self.name[5:]} DIRECTORY",
             )
-        path = _blob_path(at.digest)
+        path = blob_name(at.digest)
         try:
             with self._asking(path):
                 return bool(obstore.head(self._objects, path)["size"] == at.size)
@@ -178,7 +179,7 @@ class ObjectRepository:
         """See `Repository.write`."""
         import obstore
 
-        path = _blob_path(at.digest)
+        path = blob_name(at.digest)
         where = f"{self.name}/{path}"
         with self._asking(path, is_write=True):
             if self._is_http:  # obstore would hold the whole blob
@@ -204,7 +205,7 @@ class ObjectRepository:
         """See `Repository.publish`."""
         for document in shipment.documents:
             if not self.has(document.at):
-                self._put(_blob_path(document.at.digest), document.content)
+                self._put(blob_name(document.at.digest), document.content)
         self._put("oci-layout", OCI_LAYOUT)
         self._put(_index_path(tag), shipment.index_file)
 
@@ -274,10 +275,6 @@ def _words(text: str) -> str:
     said, _, debug = text.partition("\nDebug source:")
     causes = re.findall(r'(?:message|error): "(.*?)"', debug)
     return " ".join(f"{said} ({causes[-1]})".split() if causes else said.split())
-
-
-def _blob_path(digest: str) -> str:
-    return f"blobs/sha256/{digest.removeprefix('sha256:')}"
 
 
 def _index_path(tag: str) -> str:

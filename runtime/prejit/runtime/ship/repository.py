@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
+from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.index_writing import encode_root, index_of_copy
 from prejit.runtime.format.layout import LayoutFiles
@@ -146,6 +146,11 @@ class Repository(Destination, Protocol):
         """
 
 
+def blob_name(digest: str) -> str:
+    """Return the path of a blob in an OCI image layout."""
+    return f"blobs/sha256/{digest.removeprefix('sha256:')}"
+
+
 def check_count(tags: Sized, name: str) -> None:
     """Raise StoreError where a place has too many tags to list them."""
     if len(tags) > MOST_TAGS:
@@ -167,7 +172,7 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
         content = files.read_blob(at)
         manifest = check_manifest(content, files.blob_path(at.digest))
         documents.append(BundleDocument(at, content))
-        blobs |= _parts(manifest)
+        blobs |= {each.digest: each for each in (manifest.config, *manifest.layers)}
     known = {root.digest, *(at.digest for at in kept)}
     attached = _in_order(referrers(files, root), known)
     extra = sum(at.size for each in attached for at in (each.config, *each.layers))
@@ -196,10 +201,6 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
     for document in documents:
         blobs.pop(document.at.digest, None)
     return Shipment(root.digest, tuple(documents), tuple(blobs.values()), index_file)
-
-
-def _parts(manifest: ImageManifest) -> Mapping[str, Descriptor]:
-    return {at.digest: at for at in (manifest.config, *manifest.layers)}
 
 
 def _in_order(attached: Iterable[Referrer], known: set[str]) -> list[Referrer]:

@@ -34,7 +34,6 @@ from prejit.runtime.trust.signed_statements import (
     Envelope,
     envelope_of,
     field,
-    pae,
     read_object,
     read_statement,
 )
@@ -172,12 +171,11 @@ def accept(
             trusted |= {key.id for key in keys.keys}
             signed = signers(rotation, (*before.keys, *keys.keys)) - revoked
             verified.append(Verified(digest_of(rotation.payload), frozenset(signed), keys.version))
+    expired: Reason | None = None
     if keys.expires is not None and now >= keys.expires:
         expired = Reason(
             "channel-keys-expired", "expiry", f"{what}: its keys expired at {_shown(keys.expires)}"
         )
-    else:
-        expired = None
     envelope = envelope_of(found.get("release"))
     signed = _check_signed(envelope, keys, revoked, what, "its release")
     release, keys_version = _release(envelope, name)
@@ -266,12 +264,7 @@ def marked(mark: KeyMark, signed: Verified) -> KeyMark:
 
 def signers(envelope: Envelope, keys: Iterable[PublicKey]) -> set[str]:
     """Return the ids of the keys that signed an envelope. A key that signed twice is there once."""
-    message = pae(envelope.payload)
-    return {
-        key.id
-        for key in keys
-        if any(key.verifies(signature, message) for signature in envelope.signatures)
-    }
+    return {key.id for key in keys if envelope.is_signed_by(key)}
 
 
 def _check_signed(

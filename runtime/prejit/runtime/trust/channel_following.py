@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, final
 
 from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import PolicyError, StoreError
+from prejit.runtime.machine.kept_files import is_own
 from prejit.runtime.trust.channel import (
     MAX_CHANNEL_BYTES,
     Accepted,
@@ -184,8 +184,7 @@ def _content(path: Path) -> bytes | None:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(os.open(path, flags), "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if not is_own(os.fstat(file.fileno())):
                 raise _damaged(path, "others may write to it")
             return file.read(_MAX_BYTES + 1)
     except FileNotFoundError:

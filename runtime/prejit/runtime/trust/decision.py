@@ -30,7 +30,6 @@ from prejit.runtime.trust.signed_statements import (
     Envelope,
     SignedSubject,
     Statement,
-    pae,
     read_bundle,
     read_statement,
 )
@@ -224,13 +223,7 @@ def _signing_identity(content: bytes, envelope: Envelope, rule: Rule) -> Trusted
 
 def _signing_keys(envelope: Envelope, rule: Rule) -> list[TrustedKey]:
     """Return the keys of a rule that signed an envelope. Raise RefusedError where none did."""
-    message = pae(envelope.payload)
-    found = [
-        each
-        for each in rule.keys
-        if any(each.key.verifies(signature, message) for signature in envelope.signatures)
-    ]
-    if found:
+    if found := [each for each in rule.keys if envelope.is_signed_by(each.key)]:
         return found
     hinted = [each.name for each in rule.keys if each.key.is_hinted(envelope.hint)]
     if hinted:

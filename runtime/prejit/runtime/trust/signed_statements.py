@@ -17,12 +17,15 @@ import binascii
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, depth, each_key_once, shown
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.trust.reasons import RefusedError
+
+if TYPE_CHECKING:
+    from prejit.runtime.trust.public_keys import PublicKey
 
 MAX_DEPTH = 32
 """Maximum number of lists and objects inside each other. Statements of SLSA have 8."""
@@ -95,6 +98,11 @@ class Envelope(NamedTuple):
     signatures: tuple[bytes, ...]
     hint: str = ""
     is_keyless: bool = False
+
+    def is_signed_by(self, key: PublicKey) -> bool:
+        """Return whether one of the signatures is of this key."""
+        message = pae(self.payload)
+        return any(key.verifies(signature, message) for signature in self.signatures)
 
 
 def pae(payload: bytes, payload_type: str = STATEMENT_MEDIA_TYPE) -> bytes:

@@ -22,9 +22,10 @@ from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.trees import Path
+from prejit.runtime.programs.bucket_choice import Fitted
 from prejit.runtime.programs.dispatched_calls import DispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
-from prejit.runtime.programs.user_programs import Calls, Fitted
+from prejit.runtime.programs.user_programs import Calls
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder

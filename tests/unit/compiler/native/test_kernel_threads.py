@@ -25,7 +25,7 @@ def helpers():
 def function(library, name):
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    (capsule,) = (each for at, each in library.handlers.items() if at.startswith(name))
+    (capsule,) = (each for at, each in library.items() if at.startswith(name))
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     return kind(get(capsule, None))
 def load(path):

@@ -14,7 +14,8 @@ import pytest
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import audit, limits
+from prejit.runtime.format import limits
+from prejit.runtime.format.checks import layers
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.program_table import (
     _check_decoder,
@@ -197,12 +198,12 @@ def test_forged_grids_and_repeated_layers_are_refused_in_no_time():
 def test_verify_unpacks_each_frame_once(bundle_dir, monkeypatch):
     """Not once for every target and program: a small bundle could name one frame a million times."""
     unpacked = []
-    unpack = audit.unpack
+    unpack = layers.unpack
 
     def counting(frame, segment, path):
         unpacked.append((path, segment.offset))
         return unpack(frame, segment, path)
 
-    monkeypatch.setattr(audit, "unpack", counting)
+    monkeypatch.setattr(layers, "unpack", counting)
     assert __main__.main(["verify", str(bundle_dir)]) == 0
     assert len(unpacked) == len(set(unpacked)) == 3 * 4, "two targets with executables of their own"

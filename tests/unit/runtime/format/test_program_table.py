@@ -396,13 +396,12 @@ def test_7_whatever_a_table_says_the_engine_finds_all(name, seed):
         config = check_config(content, golden.target, golden.requirement, PATH)
     except RejectError:
         return
-    device = Device("cpu")
-    programs = Programs(config, device, None, Layer(b"", PATH), None)
+    programs = Programs(config, Device("cpu"), None, Layer(b"", PATH), None)
     if config.encoder is not None:
-        encoder = EncoderPrograms(config.encoder, programs, device)
+        encoder = EncoderPrograms(config.encoder, programs)
         assert all(programs.arguments(n) for bucket in encoder.buckets for n in bucket.programs)
         return
-    decoder = DecoderPrograms(config.decoder, programs, device)
+    decoder = DecoderPrograms(config.decoder, programs)
     smallest = decoder.batches[0]
     for batch, context in itertools.product(decoder.batches, decoder.contexts):
         assert decoder.bucket_for(batch, context) == (batch, context)

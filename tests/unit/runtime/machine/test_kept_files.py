@@ -4,7 +4,6 @@ import json
 import mmap
 import os
 import time
-from dataclasses import astuple
 
 import pytest
 
@@ -98,8 +97,8 @@ def test_a_receipt_is_for_one_directory_digest_and_identity(file, tmp_path):
     assert not receipts.holds(digest_of(b"other"), good)
     (tmp_path / "other").mkdir()
     assert not Receipts(tmp_path / "other").holds(digest, good)
-    for place in range(len(astuple(good))):
-        changed = list(astuple(good))
+    for place in range(len(good)):
+        changed = list(good)
         changed[place] += 1
         assert not receipts.holds(digest, Identity(*changed))
 

@@ -243,7 +243,7 @@ def test_a_closed_bundle_leaves_no_client_to_the_collector(wide_dir, held):
         found = load(wide_dir, on_mismatch="error")
         engine = Engine(found, slots=1)
         engine.generate([1, 2], **FEW)
-        client = type(found._device.first.client)
+        client = type(found._programs.device.first.client)
         before = sum(isinstance(each, client) for each in gc.get_objects())
         if held:
             engine.close()

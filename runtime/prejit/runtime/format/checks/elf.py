@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _ET_DYN = 3
@@ -27,8 +27,7 @@ _MAX_ENTRIES = 1 << 16
 _MAX_NAME_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True)
-class SharedLibrary:
+class SharedLibrary(NamedTuple):
     """The entries of a shared library that a dynamic linker reads.
 
     Attributes:
@@ -44,8 +43,7 @@ class SharedLibrary:
     versions: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """A section of an ELF file (elf(5), Elf64_Shdr): SHT_* type, SHF_* flags, address before it is loaded.
 
     `content` is a view of the file, shorter than `size` where the file ends before it; `strings` is the

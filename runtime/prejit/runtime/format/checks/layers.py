@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import zstandard
 
@@ -146,8 +145,7 @@ MAX_WEIGHTS_HEADER_BYTES = 16 << 20
 """Maximum size of the header. A tensor takes about 120 bytes of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(NamedTuple):
     """A tensor of the weights layer; `start` and `end` are byte offsets from the start of the file."""
 
     dtype: str

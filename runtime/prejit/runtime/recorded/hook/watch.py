@@ -452,10 +452,11 @@ def _spelled(aval: Any) -> str:
     return f"{weak}{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _frames() -> list[Any]:
-    """Return the frames of the program that led to this compile, the innermost first.
+def _where() -> str:
+    """Return the line of the program that led to this compile, such as `serve.py:12`.
 
-    Those of jax, of logging and of this hook are left out.
+    It is the innermost one that is in no installed package, if there is one. Lines of jax, of logging and of
+    this hook do not count.
     """
     import jax
 
@@ -464,20 +465,11 @@ def _frames() -> list[Any]:
         for file in (__file__, jax.__file__, logging.__file__)
     )
     frame: Any = sys._getframe(1)
-    found = []
+    frames = []
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith("<") and not os.path.abspath(name).startswith(ours):
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found
-
-
-def _where() -> str:
-    """Return the line of the program that led to this compile, such as `serve.py:12`.
-
-    It is the innermost one that is in no installed package, if there is one.
-    """
-    frames = _frames()
     own = [f for f in frames if "site-packages" not in f.f_code.co_filename] or frames
     return f"{os.path.basename(own[0].f_code.co_filename)}:{own[0].f_lineno}" if own else "?"
