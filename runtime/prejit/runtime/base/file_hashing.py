@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ _blocks = threading.local()
 
 
 def hash_file(
-    descriptor: int, hashers: Sequence[Any], start: int = 0, end: int | None = None
+    descriptor: int, hashers: Sequence[Any], start: int = 0, end: int = sys.maxsize
 ) -> tuple[int, float]:
     """Hash a part of an open file.
 
@@ -26,7 +27,7 @@ def hash_file(
         descriptor: the file, whose position is left alone.
         hashers: of hashlib or blake3; each gets all bytes.
         start: where the part begins.
-        end: where it ends; None: with the file.
+        end: where it ends, or beyond the end of the file.
 
     Returns:
         The number of bytes that were there, and the seconds that reading them took.
@@ -38,10 +39,9 @@ def hash_file(
         # four times the time ("rep movsb": 1.5 instead of 6.9 GB/s).
         block = _blocks.block = memoryview(mmap.mmap(-1, _READ_BYTES))
     place, seconds = start, 0.0
-    while end is None or place < end:
-        wanted = block if end is None else block[: end - place]
+    while place < end:
         started = time.perf_counter()
-        count = os.preadv(descriptor, [wanted], place)
+        count = os.preadv(descriptor, [block[: end - place]], place)
         seconds += time.perf_counter() - started
         if not count:
             break

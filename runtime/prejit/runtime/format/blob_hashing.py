@@ -217,11 +217,11 @@ def _nothing() -> float:
 
 
 def check_chunk(
-    file: OpenFile, start: int, end: int, expected: str, hasher: hashlib._Hash | None = None
+    file: OpenFile, start: int, end: int, expected: str, *hashers: hashlib._Hash
 ) -> float:
     """Compare a chunk of a file with its digest by BLAKE3. Return the seconds that reading it took.
 
-    `hasher` gets the bytes too.
+    `hashers` get the bytes too.
 
     Raises:
         RejectError: they differ, or the file is shorter.
@@ -233,9 +233,7 @@ def check_chunk(
         file.arriving.wait(end)
     size, chunk = end - start, blake3()
     with _readable(file.path):
-        count, seconds = hash_file(
-            file.descriptor, [chunk] if hasher is None else [chunk, hasher], start, end
-        )
+        count, seconds = hash_file(file.descriptor, [chunk, *hashers], start, end)
     where = f"bytes {start} to {end - 1}"
     if count < size:
         raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")

@@ -314,7 +314,7 @@ _COHERE = replace(_COHERE2, turns_layer=None, windows="", norms_heads="own")
 
 
 def normed_if_large(family: DecoderFamily, config: Any, context: int | None) -> TextDecoder:
-    """Return a decoder of a family of which only the larger models have norms of heads."""
+    """Return a decoder of a family whose larger models alone have norms of heads."""
     names = replace(family.names, head_norms=HEAD_NORMS if config.use_qk_norm else ())
     return TextDecoder(replace(family, names=names), config, context)
 
