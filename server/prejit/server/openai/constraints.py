@@ -8,6 +8,7 @@ from typing import Any
 
 from prejit.server.gate.http_errors import ApiError, field_error
 from prejit.server.grammar.grammar_sources import GrammarSource, schema_source
+from prejit.server.grammar.schema_paths import moved
 from prejit.server.openai.chat_messages import Function
 from prejit.server.openai.tool_calls import ForcedReader, Reader, TextReader, ToolReader
 
@@ -52,33 +53,24 @@ AnyConstraint = Constraint | TextConstraint
 
 
 def forced_calls(tools: Sequence[Function], *, only_one: bool) -> Constraint:
-    """Return the constraint for `tool_choice` `required`: a list of at least one call.
-
-    Raises:
-        ApiError: two tools define different schemas of the same name.
-    """
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in tools:
-        parameters = dict(tool.parameters or OBJECT)
-        for keyword in ("$defs", "definitions"):
-            for name, schema in parameters.pop(keyword, {}).items():
+    """Return the constraint for `tool_choice` `required`: a list of at least one call."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.name},
                 # References are from the root of the whole schema.
-                if definitions.setdefault(keyword, {}).setdefault(name, schema) != schema:
-                    raise field_error(
-                        "tools", f"expected one definition of {name!r}, found two different ones"
-                    )
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, "arguments": parameters},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+                "arguments": moved(
+                    tool.parameters or OBJECT, f"/items/anyOf/{place}/properties/arguments"
+                ),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for place, tool in enumerate(tools)
+    ]
     most = {"maxItems": 1} if only_one else {}
-    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    schema = {"type": "array", "items": items, "minItems": 1, **most, **definitions}
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
     return Constraint(schema, "tool_choice", strict=all(tool.strict for tool in tools))
 
 

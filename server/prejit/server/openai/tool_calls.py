@@ -72,6 +72,7 @@ class ToolReader:
         self._state: Literal["start", "text", "call", "alone"] = "start"
         self._held = ""
         self._calls = 0
+        self._follows_call = False
 
     def push(self, text: str) -> Parts:
         """Add text; return what is settled."""
@@ -93,6 +94,8 @@ class ToolReader:
                 self._state = "text"
         if self._state == "text":
             settled = len(self._held) - _overlap(self._held, _OPEN)
+            if self._follows_call and self._held[:settled].isspace():
+                settled = 0  # it goes before another call, and stays before text
             self._add_text(parts, self._held[:settled])
             self._held = self._held[settled:]
         return parts
@@ -120,11 +123,13 @@ class ToolReader:
         self._state = "alone" if is_alone else "text"
 
     def _add_text(self, parts: Parts, text: str) -> None:
-        if text and not (self._calls and text.isspace()):  # line ends between calls
+        if text and not (self._follows_call and text.isspace()):  # line ends between calls
             parts.append(text)
+            self._follows_call = False
 
     def _add_call(self, parts: Parts, content: str, raw: str) -> None:
         call = _call(_decoded(content))
+        self._follows_call = call is not None
         if call is None:
             parts.append(raw)
             return

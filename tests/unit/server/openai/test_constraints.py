@@ -9,28 +9,37 @@ from prejit.server.openai.constraints import chosen_tools, forced_calls
 
 POINT = {
     "type": "object",
-    "properties": {"at": {"$ref": "#/$defs/Point"}},
+    "properties": {
+        "at": {"$ref": "#/$defs/Point"},
+        "next": {"$ref": "#"},
+        "from": {"$ref": "#/properties/at"},
+    },
+    "additionalProperties": False,
     "$defs": {"Point": {"type": "array", "items": {"type": "number"}}},
 }
 
 
-def test_definitions_of_tools_stay_where_their_references_look_and_are_one_each():
-    tools = [Function(name="move", parameters=POINT), Function(name="stop")]
+def test_references_of_tools_lead_into_the_parameters_of_the_same_tool():
+    letters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}}
+    letters["$defs"] = {"Point": {"type": "string"}}
+    tools = [Function(name="move", parameters=POINT), Function(name="write", parameters=letters)]
+    tools.append(Function(name="stop"))
     schema = forced_calls(tools, only_one=False).schema
-    jsonschema.validate([{"name": "move", "arguments": {"at": [1]}}], schema)
+    move = {"at": [1], "next": {"next": {"at": [2]}}, "from": [3]}
+    jsonschema.validate([{"name": "move", "arguments": move}], schema)
+    jsonschema.validate([{"name": "write", "arguments": {"at": "x"}}], schema)
     jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, schema)
-    other, letters = {"name": "go", "arguments": {}}, {"name": "move", "arguments": {"at": ["x"]}}
-    for wrong in ([], [other], [letters]):
+    call = {"name": "move", "arguments": {}}
+    for wrong in ({"at": ["x"]}, {"at": "x"}, {"next": [call]}, {"next": {"at": 1}}, {"from": 1}):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
-    assert "$defs" in POINT  # the request's own schema is unchanged
+            jsonschema.validate([{**call, "arguments": wrong}], schema)
+    assert POINT["properties"]["next"] == {"$ref": "#"}  # the request's own schema is unchanged
+    no_map = {"type": "object", "$defs": []}  # which the grammar library judges
+    assert forced_calls([Function(name="f", parameters=no_map)], only_one=True).source().schemas
     one = forced_calls([Function(name="stop")], only_one=True).schema
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, one)
-    other = {"type": "object", "$defs": {"Point": {"type": "string"}}}
-    both = [Function(name="a", parameters=POINT), Function(name="b", parameters=other)]
-    with pytest.raises(ApiError, match="one definition of 'Point'"):
-        forced_calls(both, only_one=False)
+    for wrong in ([], [{"name": "go", "arguments": {}}], [{"name": "stop", "arguments": {}}] * 2):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, one)
 
 
 def test_only_the_allowed_tools_are_shown_and_called():

@@ -38,6 +38,10 @@ CASES = {
     "hermes": (HERMES, [CALL]),
     "text before": (f"I add.\n{HERMES}", ["I add.\n", CALL]),
     "two": (f"{HERMES}\n{HERMES}\n", [CALL, CALL]),
+    "text between": (
+        f"{HERMES}\n\nI add.\n\nOnce more:\n{HERMES}\n ",
+        [CALL, "\n\nI add.\n\nOnce more:\n", CALL],
+    ),
     "without the last mark": (HERMES.removesuffix("</tool_call>"), [CALL]),
     "broken JSON": ("<tool_call>{a}</tool_call>!", ["<tool_call>{a}</tool_call>!"]),
     "cut off": ('<tool_call>{"name": "ad', ['<tool_call>{"name": "ad']),
