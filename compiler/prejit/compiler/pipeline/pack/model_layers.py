@@ -114,9 +114,13 @@ def special_ids(
     """
     names = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
     found: dict[str, list[int]] = {name: [] for name in names}
+    config = read_object(directory / "config.json", required=not own)
+    if isinstance(text := config.get("text_config"), dict):
+        # transformers takes from the text model what a model that also reads images does not give
+        config = text | {key: value for key, value in config.items() if value is not None}
     # generation_config.json goes before config.json, as in transformers.
     files = {
-        directory / "config.json": read_object(directory / "config.json", required=not own),
+        directory / "config.json": config,
         directory / "generation_config.json": read_object(
             directory / "generation_config.json", required=False
         ),

@@ -261,6 +261,9 @@ def test_tokens_that_begin_and_end_texts(tmp_path):
         ({eos: 3, bos: 2}, {}, ((3,), 2)),
         ({eos: 3}, {eos: [7, 5, 7]}, ((5, 7), None)),
         ({eos: 3, bos: 1}, {eos: None}, ((), 1)),
+        # A model that also reads images often gives them with the text model alone.
+        ({"text_config": {eos: 4, bos: 5}}, {}, ((4,), 5)),
+        ({eos: [3], bos: None, "text_config": {eos: 4, bos: 5}}, {}, ((3,), 5)),
         # Ids that no token has cannot end a text; -1 would be taken for "no token".
         ({eos: [-1, 3, 50, 2**70], bos: -1}, {}, ((3,), None)),
     ):
