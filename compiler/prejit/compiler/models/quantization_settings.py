@@ -77,10 +77,10 @@ def read_quantization(
     if not (isinstance(found, dict) and isinstance(method, str) and method in _READERS):
         key = "quant_method" if isinstance(found, dict) else ""
         known = sorted([*_READERS, *others])
+        if not key:
+            raise _wrong(file, key, "an object", found)
         guess = did_you_mean(str(method), known)
-        raise _wrong(
-            file, key, f"{' or '.join(map(shown, known))}", method if key else found, guess
-        )
+        raise _wrong(file, key, " or ".join(map(shown, known)), method, guess)
     return _READERS[method](file, found)
 
 

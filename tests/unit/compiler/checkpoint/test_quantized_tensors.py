@@ -40,8 +40,8 @@ def with_weights(**changes):
     [
         ({"quant_method": "hqq"}, 'quant_method: expected "awq" or "bitsandbytes" or "compressed-'),
         ({"quant_method": ["gptq"]}, 'quant_method: expected "awq" or "bitsandbytes" or "compressed-'),
+        ("gptq", 'quantization_config: expected an object, found "gptq"'),
         ({"quant_method": "gtpq"}, '(did you mean "gptq"?)'),
-        ("gptq", "quantization_config: expected"),
         (GPTQ | {"bits": 3}, "quantization_config.bits: expected 4 or 8, found 3"),
         (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format: expected "gptq" or "gptq_v2"'),
         (GPTQ | {"group_size": 0}, "group_size: expected a positive integer, or -1, found 0"),

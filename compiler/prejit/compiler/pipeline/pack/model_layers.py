@@ -52,6 +52,16 @@ if TYPE_CHECKING:
 
 
 Values = np.ndarray[Any, Any]
+_UNREAD_GENERATION = frozenset(
+    (
+        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"),
+        *("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+        *("num_beams", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale", "min_length"),
+        *("exponential_decay_length_penalty", "stop_strings"),
+    )
+)
+"""Keys of generation_config.json by which transformers chooses tokens, and prejit does not."""
 
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
@@ -80,8 +90,8 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             _check_same_tokens(tokenizer, plan.draft.transformer / tokenizer.name)
         if generation.is_file():
             content = _read(generation)
-            if decodes:
-                check_generation(generation, content)
+            if decodes and (unread := check_generation(generation, content)):
+                space.progress.note(f"{generation}: prejit does not use {', '.join(unread)}")
             yield bundle_files.layer(GENERATION_MEDIA_TYPE, content, generation.name)
         chat = read_chat(directory)
         if chat is not None and tokenizer.is_file():
@@ -114,9 +124,13 @@ def special_ids(
     """
     names = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
     found: dict[str, list[int]] = {name: [] for name in names}
+    config = read_object(directory / "config.json", required=not own)
+    if isinstance(text := config.get("text_config"), dict):
+        # transformers takes from the text model what a model that also reads images does not give
+        config = text | {key: value for key, value in config.items() if value is not None}
     # generation_config.json goes before config.json, as in transformers.
     files = {
-        directory / "config.json": read_object(directory / "config.json", required=not own),
+        directory / "config.json": config,
         directory / "generation_config.json": read_object(
             directory / "generation_config.json", required=False
         ),
@@ -183,8 +197,11 @@ def _check_same_tokens(model: Path, draft: Path) -> None:
         )
 
 
-def check_generation(path: Path, content: bytes) -> None:
+def check_generation(path: Path, content: bytes) -> list[str]:
     """Check generation_config.json as the server will read it.
+
+    Returns:
+        the keys with which transformers would write another text, and prejit does not.
 
     Raises:
         CheckpointError: the file is too large, or has a value that the server refuses.
@@ -199,6 +216,12 @@ def check_generation(path: Path, content: bytes) -> None:
         raise CheckpointError(
             f"{path}: {error}", hint="correct the value, or remove the key to use prejit's default"
         ) from error
+    # null, 0, 1, false or nothing in a list changes no text
+    return [
+        key
+        for key, value in json.loads(content).items()
+        if key in _UNREAD_GENERATION and value not in (None, 0, 1, [], {})
+    ]
 
 
 def _check_tokenizer(

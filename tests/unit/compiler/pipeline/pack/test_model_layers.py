@@ -35,7 +35,12 @@ from prejit.runtime.machine import kept_files
 
 def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     path = tmp_path / "generation_config.json"
-    check_generation(path, b'{"temperature": 0.5, "unknown": {}}')
+    # What changes the text in transformers alone is named, and so may be in a note.
+    others = (
+        b'"no_repeat_ngram_size": 3, "suppress_tokens": [], "num_beams": 1, "bad_words_ids": [[1]]'
+    )
+    found = check_generation(path, b'{"temperature": 0.5, "unknown": {}, ' + others + b"}")
+    assert found == ["no_repeat_ngram_size", "bad_words_ids"]
     with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
         check_generation(path, b'{"top_p": "x"}')
     with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
@@ -261,6 +266,9 @@ def test_tokens_that_begin_and_end_texts(tmp_path):
         ({eos: 3, bos: 2}, {}, ((3,), 2)),
         ({eos: 3}, {eos: [7, 5, 7]}, ((5, 7), None)),
         ({eos: 3, bos: 1}, {eos: None}, ((), 1)),
+        # A model that also reads images often gives them with the text model alone.
+        ({"text_config": {eos: 4, bos: 5}}, {}, ((4,), 5)),
+        ({eos: [3], bos: None, "text_config": {eos: 4, bos: 5}}, {}, ((3,), 5)),
         # Ids that no token has cannot end a text; -1 would be taken for "no token".
         ({eos: [-1, 3, 50, 2**70], bos: -1}, {}, ((3,), None)),
     ):
