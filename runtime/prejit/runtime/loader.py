@@ -117,9 +117,6 @@ def load(
             program raises AnswerError, which is one, if the executable gives a wrong answer.
         UsageError: `prejit record` wrote the bundle.
     """
-    with importing():
-        from prejit.runtime.bundle import Bundle
-
     started, is_first = time.perf_counter(), next(_loads) == 0
     path = arguments.path("path", path)
     arguments.choice("on_mismatch", on_mismatch, ("jit", "error"))
@@ -154,6 +151,8 @@ def load(
     # Beside what comes: those layers first that the first token needs. `_choose` has checked what it read.
     manifest, blobs = opened.manifests[choice.target.name], opened.blobs
     blobs.begin(manifest, choice.config.chunks or {}, _NEEDED_FIRST)
+    with importing():
+        from prejit.runtime.bundle import Bundle
     blobs.verification.wait_for_small()
     if not choice.matched:
         from prejit.runtime import fallback_reporting

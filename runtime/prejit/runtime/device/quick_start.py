@@ -87,6 +87,7 @@ def _open_jaxlib() -> None:
         return  # the import raises a better error
     set_log_level()
     import ctypes
+    import subprocess  # noqa: F401 (of jaxlib.version: its libraries would wait 20 ms for the one below)
 
     try:
         # A foreign function runs without the GIL; ctypes.CDLL(path) would hold it.
