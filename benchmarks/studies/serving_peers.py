@@ -377,15 +377,15 @@ def tables(facts: dict[str, Any], systems: Sequence[str]) -> list[Table]:
         "figure of a pair is bold."
     )
     for title, pair in PAIRS.items():
-        there = [system for system in pair if system in systems]
+        if not set(pair) <= set(systems):
+            continue
         rows = [
-            (TITLES[name], str(clients), *(cell(facts, name, there, place, c) for c in COLUMNS))
+            (TITLES[name], str(clients), *(cell(facts, name, pair, place, c) for c in COLUMNS))
             for name in facts["tokens"]
             for place, clients in enumerate(facts["counts"])
         ]
-        if len(there) == 2:
-            heads = ("model", "clients", *COLUMNS)
-            made.append(Table(f"{title}: {' / '.join(there)}", heads, rows, note))
+        heads = ("model", "clients", *COLUMNS)
+        made.append(Table(f"{title}: {' / '.join(pair)}", heads, rows, note))
     return made
 
 

@@ -146,6 +146,7 @@ def _load() -> Any:
     with start.collector_off():
         start.read_library_ahead()
         start.import_numpy()
+        start.open_jaxlib()
         load = import_module("prejit.runtime.loader").load
     process = import_module("prejit.runtime.base.process_facts")
     process.imports.append(process.span("imports", started))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import importlib.util
 import os
 import sys
@@ -34,7 +35,7 @@ def quickly() -> Iterator[None]:
     with importing():
         # NumPy first: it opens libraries itself, and would wait while another thread opens one.
         import_numpy()
-        _open_jaxlib()
+        open_jaxlib()
     yield
 
 
@@ -79,15 +80,18 @@ def set_log_level() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 
 
-def _open_jaxlib() -> None:
+@functools.cache
+def open_jaxlib() -> None:
     """Open jaxlib's library in a thread. That is 25 of the 30 ms of its import, which holds the GIL."""
-    if "jaxlib._jax" in sys.modules:
+    if is_plain_start() or "jaxlib._jax" in sys.modules:
         return
     if (path := jaxlib_library()) is None:
         return  # the import raises a better error
     set_log_level()
+    # A start needs them, and their libraries would wait for this one. jaxlib imports subprocess.
+    for name in ("hashlib", "json", "mmap", "subprocess", "zstandard"):
+        importlib.import_module(name)
     import ctypes
-    import subprocess  # noqa: F401 (of jaxlib.version: its libraries would wait 20 ms for the one below)
 
     try:
         # A foreign function runs without the GIL; ctypes.CDLL(path) would hold it.
@@ -100,7 +104,8 @@ def _open_jaxlib() -> None:
     def open_library() -> None:
         dlopen(os.fsencode(path), flags)  # an error comes again in the import, which reports it
 
-    start_thread(open_library, "prejit-open-jaxlib")
+    if (thread := start_thread(open_library, "prejit-open-jaxlib")) is not None:
+        os.register_at_fork(before=thread.join)  # no child gets half of a library
 
 
 _MADV_DONTNEED = 4

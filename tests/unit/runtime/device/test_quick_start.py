@@ -107,6 +107,16 @@ def test_a_host_may_import_in_a_thread(host, settled_dir, run_python):
     )
 
 
+def test_a_host_may_fork_as_soon_as_load_is_imported(run_python):
+    """The thread that opens jaxlib's library is over by then. A child would get half of the library."""
+    run_python(
+        "import os, threading\nfrom prejit.runtime import load\nif (child := os.fork()) == 0:\n"
+        "    import jaxlib._jax\n    os._exit(0)\n"
+        "assert threading.enumerate() == [threading.main_thread()]\n"
+        "assert os.waitpid(child, 0)[1] == 0"
+    )
+
+
 GENERATE = """
 import os, sys, time
 from prejit.runtime import load
