@@ -119,9 +119,9 @@ class GrammarMask:
         error, count = self._matcher.get_error().partition("\n")[0], len(self._read)
         self._begin_again()
         raise UsageError(
-            f"token_mask: expected tokens that the grammar allows, found others after {count} tokens: "
-            f"{error}",
-            hint="give each request a mask of its own, from its first token on",
+            f"grammar: expected one that allows more after {count} tokens, found: {error}",
+            hint="a schema that refers only to itself has no end; a mask is for one request, from its first "
+            "token on",
         )
 
     def _begin_again(self) -> None:
