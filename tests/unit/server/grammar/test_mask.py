@@ -81,7 +81,7 @@ def test_tokens_outside_the_grammar_and_stop_tokens_with_a_text(bundle, grammars
     assert not grammars.regex("b", stop_token_ids=())([b]).any()
     mask = grammars.regex("ab")
     bad = bundle.tokenizer.encode("ax")
-    with pytest.raises(UsageError, match="expected one that allows more after .* tokens"):
+    with pytest.raises(UsageError, match="expected one that allows more after"):
         mask(bad)
     assert not mask.accepts(bad)
     assert mask.accepts(bundle.tokenizer.encode("ab"))
