@@ -462,12 +462,14 @@ def _misfits(
         yield f"missing {few(missing, _SHOWN)}"
     if unexpected := sorted(found[name].published for name in found.keys() - parameters.keys()):
         yield f"unexpected {few(unexpected, _SHOWN)}"
-    wrong = [
-        f"{found[name].published} in {found[name].tensor.path.name} "
-        f"(expected {list(parameter.shape)}, found {list(found[name].shape)})"
-        for name, parameter in parameters.items()
-        if name in found and found[name].shape != parameter.shape
-    ]
+    wrong = []
+    for name, parameter in parameters.items():
+        if name in found and (source := found[name]).shape != parameter.shape:
+            is_turned = isinstance(source, TensorSource) and source.transposed
+            shapes = parameter.shape, source.shape
+            expected, there = (list(each[::-1] if is_turned else each) for each in shapes)
+            place = f"{source.published} in {source.tensor.path.name}"
+            wrong.append(f"{place} (expected {expected}, found {there})")
     if wrong:
         yield f"of the wrong shape {few(wrong, _SHOWN)}"
 

@@ -211,6 +211,10 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
         "both transformer.wpe.weight and wpe.weight are given",
     ):
         assert said in str(caught.value)
+    matrix = "model.layers.0.mlp.up_proj.weight"  # outputs come first in the file, and here
+    turned = np.zeros((5, llama()[matrix].shape[1]), np.float32)
+    with pytest.raises(CheckpointError, match=rf"expected \[\d+, {turned.shape[1]}\], found \[5, "):
+        _ = open_checkpoint(write(tmp_path, LLAMA, {**llama(), matrix: turned})).names
     tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
     with pytest.raises(CheckpointError, match="and 7 more"):
         _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
