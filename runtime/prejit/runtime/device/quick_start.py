@@ -82,13 +82,13 @@ def set_log_level() -> None:
 
 @functools.cache
 def open_jaxlib() -> None:
-    """Open jaxlib's library in a thread. That is 25 of the 30 ms of its import, which holds the GIL."""
+    """Open jaxlib's library in a thread, beside our imports: 25 of the 30 ms of its import, under the GIL."""
     if is_plain_start() or "jaxlib._jax" in sys.modules:
         return
     if (path := jaxlib_library()) is None:
         return  # the import raises a better error
     set_log_level()
-    # A start needs them, and their libraries would wait for this one. jaxlib imports subprocess.
+    # The linker opens one library at a time. A start needs those of these modules (jaxlib: subprocess).
     for name in ("hashlib", "json", "mmap", "subprocess", "zstandard"):
         importlib.import_module(name)
     import ctypes
