@@ -144,9 +144,7 @@ def _load() -> Any:
     started = perf_counter()
     start = import_module("prejit.runtime.device.quick_start")
     with start.collector_off():
-        start.read_library_ahead()
-        start.import_numpy()
-        start.open_jaxlib()
+        start.import_ahead()
         load = import_module("prejit.runtime.loader").load
     process = import_module("prejit.runtime.base.process_facts")
     process.imports.append(process.span("imports", started))

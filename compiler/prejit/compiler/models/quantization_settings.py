@@ -71,16 +71,15 @@ def read_quantization(
     """
     if not found:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise _wrong(file, "", "an object", found)
+    method = found.get("quant_method")
     if isinstance(method, str) and method in others:
         return None
-    if not (isinstance(found, dict) and isinstance(method, str) and method in _READERS):
-        key = "quant_method" if isinstance(found, dict) else ""
+    if not (isinstance(method, str) and method in _READERS):
         known = sorted([*_READERS, *others])
-        if not key:
-            raise _wrong(file, key, "an object", found)
         guess = did_you_mean(str(method), known)
-        raise _wrong(file, key, " or ".join(map(shown, known)), method, guess)
+        raise _wrong(file, "quant_method", " or ".join(map(shown, known)), method, guess)
     return _READERS[method](file, found)
 
 

@@ -31,12 +31,17 @@ def quickly() -> Iterator[None]:
     if is_plain_start():
         yield
         return
-    read_library_ahead()
     with importing():
-        # NumPy first: it opens libraries itself, and would wait while another thread opens one.
-        import_numpy()
-        open_jaxlib()
+        import_ahead()
     yield
+
+
+def import_ahead() -> None:
+    """Import and open what every load needs; what was done before is not done again."""
+    read_library_ahead()
+    # NumPy first: it opens libraries itself, and would wait while another thread opens one.
+    import_numpy()
+    open_jaxlib()
 
 
 @functools.cache
