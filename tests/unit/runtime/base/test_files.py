@@ -7,20 +7,24 @@ import pytest
 
 from prejit.runtime.base import written_files
 from prejit.runtime.base.written_files import write_file
+from prejit.runtime.errors import StoreError
 
 
-@pytest.fixture
-def loose_umask():
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
-def test_the_next_write_removes_what_a_killed_writer_left(tmp_path):
+def test_a_file_is_replaced_whole_and_nothing_beside_it(tmp_path):
+    """What a killed writer left goes; a link is not written through."""
+    path, other = tmp_path / "file", tmp_path / ".other.1234.0badcafe.tmp"
     (tmp_path / ".file.1234.0badcafe.tmp").write_bytes(b"half")
-    (tmp_path / ".other.1234.0badcafe.tmp").write_bytes(b"of another file")
-    write_file(tmp_path / "file", b"whole")
-    assert sorted(os.listdir(tmp_path)) == [".other.1234.0badcafe.tmp", "file"]
+    other.write_bytes(b"second" * 1_000_000)
+    path.symlink_to(other)
+    for content in (b"first", other):
+        write_file(path, content)
+        assert not path.is_symlink()
+    assert path.read_bytes() == other.read_bytes() == b"second" * 1_000_000
+    (tmp_path / "directory").mkdir()
+    for where in ("missing/file", "file/below", "directory"):
+        with pytest.raises(StoreError, match="cannot write"):
+            write_file(tmp_path / where, b"content")
+    assert sorted(os.listdir(tmp_path)) == [other.name, "directory", "file"]
 
 
 def test_files_of_a_living_writer_stay(tmp_path, monkeypatch):
@@ -54,11 +58,15 @@ def test_a_removed_file_is_made_again(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_bytes() == b"whole"
 
 
-def test_a_file_has_its_permissions_when_it_gets_its_name(tmp_path, loose_umask, monkeypatch):
+def test_a_file_has_its_permissions_when_it_gets_its_name(tmp_path, monkeypatch):
     def killed(directory):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(written_files, "sync_directory", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_file(tmp_path / "file", b"secret", mode=0o600)
+    before = os.umask(0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write_file(tmp_path / "file", b"secret", mode=0o600)
+    finally:
+        os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

@@ -23,17 +23,7 @@ X = np.ones((2, 16), np.float32)
 
 
 def function_of(name):
-    module, attributes = f"prejit.runtime.{name}", list[str]()
-    while True:
-        try:
-            found = importlib.import_module(module)
-            break
-        except ModuleNotFoundError:
-            module, _, last = module.rpartition(".")
-            attributes.insert(0, last)
-    for each in attributes:
-        found = getattr(found, each)
-    return inspect.unwrap(found)
+    return inspect.unwrap(pkgutil.resolve_name(f"prejit.runtime.{name}"))
 
 
 def test_the_functions_of_the_rules_are_those_that_have_their_numbers():

@@ -25,9 +25,7 @@ from prejit.runtime.format.bundle_schema import Config, Portable
 from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.program_interfaces import Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config
-from prejit.runtime.format.names import (
-    KERNEL_LEVELS,
-)
+from prejit.runtime.format.names import KERNEL_LEVELS
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.source_check import encode_for
 from prejit.runtime.programs.ready_programs import Programs
@@ -54,8 +52,13 @@ def check(changed, like=None):
 
 
 def rejected(config, change, complaint):
+    changed = change(config)
+    refused(lambda: check(changed, config), complaint)
+
+
+def refused(run, complaint):
     with pytest.raises(RejectError, match=complaint) as caught:
-        check(change(config), config)
+        run()
     assert caught.value.path == PATH
 
 
@@ -72,21 +75,15 @@ def readable(until):
 
 
 def without(*names):
-
-    def change(config):
-        kept = tuple(p for p in config.programs if not {p.name, p.kind} & {*names})
-        assert len(kept) < len(config.programs)
-        return dataclasses.replace(config, programs=kept)
-
-    return change
+    return lambda config: dataclasses.replace(
+        config, programs=tuple(p for p in config.programs if not {p.name, p.kind} & {*names})
+    )
 
 
 def lacking(name, argument):
-
     def change(config):
         arguments = program_of(config, name).arguments
         kept = tuple(text for text in arguments if not text.startswith(f'["{argument}"]'))
-        assert len(kept) == len(arguments) - 1
         return changed(config, name, arguments=kept)
 
     return change
@@ -115,6 +112,16 @@ def also(name, /, **sizes):
     return lambda config: with_programs(config, resized(config, name, **sizes))
 
 
+def retold(config, name, which, old, new):
+    texts = (text.replace(old, new) for text in getattr(program_of(config, name), which))
+    return changed(config, name, **{which: tuple(texts)})
+
+
+def too_long(config):
+    config = changed(config, PREFILL, bucket={"batch": 2, "context": 32, "prompt": 33})
+    return retold(config, PREFILL, "arguments", "int32[2,8]", "int32[2,33]")
+
+
 def model(kind, **changes):
     """JSON of a decoder or encoder that says something else; None: it does not say it."""
 
@@ -126,7 +133,6 @@ def model(kind, **changes):
     return change
 
 
-LONG = {"batch": 2, "context": 32, "prompt": 33}
 DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c32"
 READ, POOL, EMBED = "encode/b1-n4-c8", "encode/b1-t8/pool", "encode/b1-t8/embed"
 WRONG = {
@@ -163,15 +169,12 @@ WRONG = {
         (program(DECODE, bucket={"batch": 0, "context": 32}), "batch: expected 1 to 65536, found"),
         (
             program(DECODE, bucket={"batch": 2, "context": 1 << 31}),
-            f"{DECODE}: context: expected 1 to 2147483647, found 2147483648",
+            "to 2147483647, found 214748364",
         ),
         (program(DECODE, cost_microseconds=-1), "cost_microseconds: expected 0 or"),
         (program(DECODE, weights=None), f"{DECODE}: expected 'weights'"),
         (doubled(DECODE), "another: expected one decode program of its bucket"),
-        (
-            lacking(DECODE, "steps"),
-            rf"""{DECODE}: arguments\[3\]: expected '\["steps"\] int32\[\]'""",
-        ),
+        (lacking(DECODE, "steps"), rf'{DECODE}: arguments\[3\]: expected .\["steps"\] int32\[\]'),
         (lacking(VERIFY, "history"), rf"{VERIFY}: arguments.*history"),
         (
             lambda c: changed(c, DECODE, arguments=(*program_of(c, DECODE).arguments, "[] bool[]")),
@@ -185,12 +188,7 @@ WRONG = {
         (replaced(mesh=Mesh(1, 2)), r"c16: arguments\[15\]: expected '.* donated @data,tensor,,'"),
         (without("decode"), "expected a decode program for the decoder, found none"),
         (replaced(programs=()), "expected a decode program"),
-        (
-            lambda c: retold(
-                changed(c, PREFILL, bucket=LONG), PREFILL, "arguments", "int32[2,8]", "int32[2,33]"
-            ),
-            f"{PREFILL}: prompt: expected at most its context",
-        ),
+        (too_long, f"{PREFILL}: prompt: expected at most its context"),
         (also(VERIFY, draft=3), "one draft of all verify programs"),
         (model("decoder", vocab_size=0), "decoder: vocab_size: expected 1 to .*, found 0"),
         (model("decoder", cache_dtype="int4"), "cache_dtype: expected .*, found 'int4'"),
@@ -220,11 +218,6 @@ WRONG = {
         (program(EMBED, results=('["hidden"] float32[1,8,9]',)), "expected .*float32.*, found"),
     ],
 }
-
-
-def retold(config, name, which, old, new):
-    texts = (text.replace(old, new) for text in getattr(program_of(config, name), which))
-    return changed(config, name, **{which: tuple(texts)})
 
 
 @pytest.mark.parametrize(
@@ -277,9 +270,7 @@ def test_7_an_array_that_its_mesh_does_not_split_or_that_is_none_is_rejected(tex
     if complaint is None:
         assert str(check_array(text, mesh, PATH)) == text
     else:
-        with pytest.raises(RejectError, match=complaint) as caught:
-            check_array(text, mesh, PATH)
-        assert caught.value.path == PATH
+        refused(lambda: check_array(text, mesh, PATH), complaint)
 
 
 @pytest.mark.parametrize(
@@ -371,12 +362,12 @@ def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs():
     """Contexts times sources would be 160,000 buckets, of 25 MB."""
     config = golden_config("reader")
     sizes = range(1, 401)
-    programs = [
+    programs = (
         *(resized(config, "decode/b1-c8", context=size) for size in sizes),
         *(resized(config, "prefill/b1-t4-c8", prompt=1, context=size) for size in sizes),
         *(resized(config, READ, context=1, source=size) for size in sizes),
-    ]
-    forged = dataclasses.replace(config, programs=tuple(programs))
+    )
+    forged = dataclasses.replace(config, programs=programs)
     with in_little_memory(15 << 20):
         rejected(forged, replaced(), "context 2 and source 1: expected one")
 
@@ -405,41 +396,34 @@ def test_7_whatever_a_table_says_the_engine_finds_all(name, seed):
     smallest = decoder.batches[0]
     for batch, context in itertools.product(decoder.batches, decoder.contexts):
         assert decoder.bucket_for(batch, context) == (batch, context)
-        found = [decoder.decode_for(batch, context), *decoder.prefills(batch, context)]
-        if decoder.draft_tokens:
-            verifying = decoder.verify_for(batch, context)
-            assert verifying.bucket["draft"] == decoder.draft_tokens
-            found.append(verifying)
+        decode = decoder.decode_for(batch, context)
+        assert decoder.max_steps(decode) >= 1
+        found = [decode, *decoder.prefills(batch, context)]
         found.append(decoder.copy_for(smallest, context, batch, context))
-        assert decoder.max_steps(decoder.decode_for(batch, context)) >= 1
-        if decoder.source is not None:
-            sources = {p.bucket["source"] for p in config.programs if p.kind == "encode"}
-            reading = [encode_for(decoder, context, size) for size in sources]
-            assert {program.bucket["source"] for program in reading} == sources
-            assert all(program.bucket["batch"] == smallest for program in reading)
-            found += reading
+        if decoder.draft_tokens:
+            found.append(decoder.verify_for(batch, context))
+            assert found[-1].bucket["draft"] == decoder.draft_tokens
+        for size in {p.bucket["source"] for p in config.programs if p.kind == "encode"}:
+            found.append(encode_for(decoder, context, size))
+            assert (found[-1].bucket["source"], found[-1].bucket["batch"]) == (size, smallest)
         for each in found:
             arguments = [array.path[0] for array in programs.arguments(each.name)]
             assert ("source" in arguments) == (each.kind in ("copy", "encode"))
             programs.results(each.name)
         cached = [sized(array, {"batch": batch, "context": context}) for array in decoder.cache]
-        taken = programs.arguments(decoder.decode_for(batch, context).name)
-        assert [dataclasses.replace(a, donated=False, sharding=()) for a in taken][
-            -len(cached) :
-        ] == cached
+        taken = programs.arguments(decode.name)[-len(cached) :]
+        assert [dataclasses.replace(a, donated=False, sharding=()) for a in taken] == cached
     starts = config.decoder.start_token_ids or ()
     assert all(0 <= token < config.decoder.vocab_size for token in starts)
 
 
-@pytest.mark.parametrize(
-    "paths", [*(["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"])]
-)
-def test_7_paths_that_are_no_tree_are_rejected(paths, recipe):
+def test_7_paths_that_are_no_tree_are_rejected():
     """They would end in an AttributeError when the results are put together, or in too deep a recursion."""
-    with pytest.raises(RejectError, match=r"of a tree|keys in a path"):
-        check_arrays([f"{path} int8[]" for path in paths], "call", None, PATH)
-    for path in paths[: len(paths[0]) < 99]:
-        check_arrays([f"{path} int8[]"], "call", None, PATH)
+    for paths in (["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"]):
+        arrays = [f"{path} int8[]" for path in paths]
+        refused(lambda each=arrays: check_arrays(each, "call", None, PATH), "of a tree|keys in a p")
+        for array in arrays[: len(arrays) - 1]:
+            check_arrays([array], "call", None, PATH)
 
 
 def test_7_kernels_need_every_feature_of_their_level():
