@@ -88,30 +88,29 @@ def test_a_place_behind_proxies(place, tmp_path, monkeypatch):
     assert any("inside.example" in each for each in seen)
 
 
-def keep(file, logins):
+def keep(file, users, **more):
     file.parent.mkdir(parents=True, exist_ok=True)
+    logins = {
+        place: {"auth": base64.b64encode(f"{user}:secret".encode()).decode(), **more}
+        for place, user in users.items()
+    }
     file.write_text(json.dumps({"auths": logins}))
 
 
-def login(user, **more):
-    return {"auth": base64.b64encode(f"{user}:secret".encode()).decode(), **more}
-
-
-def test_the_login_of_the_narrowest_place(tmp_path, monkeypatch):
-    """In the first file that is there."""
+def test_the_login_of_the_narrowest_place_in_the_first_file(tmp_path, monkeypatch):
     assert find_login("host", "team/demo") is None
     docker, named = tmp_path / "docker" / "config.json", tmp_path / "named.json"
     podman = tmp_path / "run" / "containers" / "auth.json"
     monkeypatch.setenv("DOCKER_CONFIG", str(docker.parent))
-    keep(docker, {"host": login("docker")})
-    keep(podman, {"host/team": login("narrow"), "host": login("wide"), "other": login("other")})
+    keep(docker, {"host": "docker"})
+    keep(podman, {"host/team": "narrow", "host": "wide", "other": "other"})
     for repository, user in (("team/demo", "narrow"), ("teams", "wide")):
         found = find_login("host", repository)
         assert (found.user, found.secret, found.source) == (user, "secret", str(podman))
     podman.unlink()
     assert find_login("host", "team/demo").user == "docker"
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(named))
-    keep(named, {"host": login("", identitytoken="token")})
+    keep(named, {"host": ""}, identitytoken="token")
     assert find_login("host", "team/demo").identity == "token"
     assert find_login("elsewhere", "team/demo") is None
 
@@ -133,22 +132,19 @@ def test_a_file_of_logins_that_is_damaged_is_named(content, said, tmp_path, monk
     assert raised.value.hint
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
+def test_a_helper_that_knows_no_login_and_one_that_fails(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"credsStore": "tests"}')
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    helper = tmp_path / "docker-credential-tests"
+    for script, said in (
         ("echo credentials not found in native keychain; exit 1", ""),
         ("echo '{}'", ""),
         ("echo no credential providers >&2; exit 1", "gives no login: no credential providers"),
         ("exec sleep 60", r"did not answer in 0\.3 s"),
-    ],
-)
-def test_a_helper_that_knows_no_login_and_one_that_fails(script, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry_login, "_HELPER_SECONDS", 0.3 if "sleep" in script else 60.0)
-    helper = tmp_path / "docker-credential-tests"
-    helper.write_text(f"#!/bin/sh\n{script}\n")
-    helper.chmod(0o755)
-    (tmp_path / "config.json").write_text('{"credsStore": "tests"}')
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(StoreError, match=said) if said else contextlib.nullcontext():
-        assert find_login("host", "demo") is None
+    ):
+        monkeypatch.setattr(registry_login, "_HELPER_SECONDS", 0.3 if "sleep" in script else 60.0)
+        helper.write_text(f"#!/bin/sh\n{script}\n")
+        helper.chmod(0o755)
+        with pytest.raises(StoreError, match=said) if said else contextlib.nullcontext():
+            assert find_login("host", "demo") is None

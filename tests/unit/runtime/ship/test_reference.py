@@ -27,23 +27,17 @@ def test_what_a_reference_means(text, expected):
     assert parse_reference(str(found)) == found
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_a_wrong_reference_is_refused_and_a_password_is_not_printed():
+    for text, said in (
         ("", "empty"),
         ("ftp://host/a", "found ftp://"),
         ("oci://host", "a host and a path"),
         ("oci://host/A", "lower-case"),
         ("oci://host/a:-x", "a tag of up to"),
         ("oci://host/a@sha256:abc", "64 hexadecimal digits"),
-    ],
-)
-def test_a_wrong_reference(text, said):
-    with pytest.raises(UsageError, match=said):
-        parse_reference(text)
-
-
-def test_a_password_is_not_printed():
+    ):
+        with pytest.raises(UsageError, match=said):
+            parse_reference(text)
     assert str(parse_reference("https://me:secret@host/a")) == "https://host/a"
 
 

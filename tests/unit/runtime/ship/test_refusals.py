@@ -28,11 +28,23 @@ def push(place):
     return f"{raised.value} {raised.value.hint}"
 
 
-@pytest.fixture
-def use_bucket(monkeypatch):
+def answering(reply):
+    """A server that gives this reply to each request."""
 
-    def use(endpoint):
-        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
+    class Answering(QuietHandler):
+        def answer(self):
+            self.content()
+            reply(self)
+
+        do_GET = do_PUT = do_HEAD = do_POST = answer
+
+    return serving(Answering)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    def use(settings):
+        for name, value in settings.items():
             monkeypatch.setenv(name, value)
 
     return use
@@ -47,17 +59,13 @@ def use_bucket(monkeypatch):
         (413, "EntityTooLarge", "of this size"),
     ],
 )
-def test_a_bucket(status, code, said, use_bucket):
-    class Refusing(QuietHandler):
-        def answer(self):
-            self.content()
-            found = 404 if self.command == "HEAD" else status
-            self.reply(found, f"<Error><Code>{code}</Code></Error>".encode())
+def test_a_bucket(status, code, said, use):
+    def refuse(handler):
+        found = 404 if handler.command == "HEAD" else status
+        handler.reply(found, f"<Error><Code>{code}</Code></Error>".encode())
 
-        do_GET = do_PUT = do_HEAD = do_POST = answer
-
-    with serving(Refusing) as host:
-        use_bucket(f"http://{host}")
+    with answering(refuse) as host:
+        use(S3_SETTINGS | {"AWS_ENDPOINT": f"http://{host}"})
         assert said in push("s3://bucket/call:v1")
 
 
@@ -92,14 +100,13 @@ def test_an_endless_list_of_tags_or_none(page, said, monkeypatch):
     monkeypatch.setattr(repository, "MOST_TAGS", 20)
     asked = []
 
-    class Pages(QuietHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            link = f'</v2/demo/tags/list?last={len(asked)}>; rel="next"'
-            more = {"link": link} if len(asked) < 50 else {}  # else it would take for ever
-            self.reply(200, json.dumps(page).encode(), **more)
+    def next_page(handler):
+        asked.append(handler.path)
+        link = f'</v2/demo/tags/list?last={len(asked)}>; rel="next"'
+        more = {"link": link} if len(asked) < 50 else {}  # else it would take for ever
+        handler.reply(200, json.dumps(page).encode(), **more)
 
-    with serving(Pages) as host, pytest.raises((StoreError, RejectError), match=said):
+    with answering(next_page) as host, pytest.raises((StoreError, RejectError), match=said):
         open_repository(parse_reference(f"oci://{host}/demo")).tags()
     assert len(asked) <= 3
 
@@ -123,69 +130,49 @@ def test_a_server_that_does_not_answer_or_takes_no_chunks():
         ("gs://b/x", google_settings("no URL"), "request must be valid"),
     ],
 )
-def test_wrong_settings_of_a_cloud(place, settings, said, monkeypatch):
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
+def test_wrong_settings_of_a_cloud(place, settings, said, use):
+    use(settings)
     with pytest.raises((StoreError, UsageError), match=said):
         open_repository(parse_reference(place)).open("v1", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_a_certificate():
+    for text, said in (
         ("certificate verify failed: unable to get local issuer certificate", "SSL_CERT_FILE"),
         ("invalid peer certificate: NotValidYet: not yet valid", "clock"),
         ("Hostname mismatch, certificate is not valid for 'x'", "by the name"),
-        ("connection refused", ""),
-    ],
-)
-def test_a_certificate(text, said):
-    assert said in certificate_hint(text)
+    ):
+        assert said in certificate_hint(text)
 
 
-@pytest.fixture
-def files():
-    return {}
+def test_a_web_server_that_takes_nothing_or_lacks_files_or_ranges(tmp_path):
+    def static(handler):
+        handler.reply(404 if handler.command in ("GET", "HEAD") else 405)
 
-
-@pytest.fixture
-def web(files):
-    with http_store(files, []) as url:
-        yield url
-
-
-def test_a_web_server_that_takes_nothing_or_lacks_a_file_says_what_to_do(web):
-    class Static(QuietHandler):
-        def answer(self):
-            self.content()
-            self.reply(404 if self.command in ("GET", "HEAD") else 405)
-
-        do_GET = do_HEAD = do_PUT = answer
-
-    with serving(Static) as host:
+    with answering(static) as host:
         assert "takes no files: copy the directory" in push(f"http://{host}/call")
-    with pytest.raises(StoreError, match="not found") as raised:
-        open_repository(parse_reference(f"{web}/demo")).open("v1", "")
-    assert "prejit ls" not in str(raised.value.hint)
-
-
-def test_a_server_without_ranges_goes_on(web, files, tmp_path):
-    for file in (GOLDEN / "call").rglob("*"):
-        if file.is_file():
-            files[f"/call/{file.relative_to(GOLDEN / 'call')}"] = file.read_bytes()
+    files = {
+        f"/{file.relative_to(GOLDEN)}": file.read_bytes()
+        for file in (GOLDEN / "call").rglob("*")
+        if file.is_file()
+    }
     largest = max(files, key=lambda path: len(files[path]))
     half = tmp_path / "back" / ".partial" / largest.rpartition("/")[2]
     half.parent.mkdir(parents=True)
     half.write_bytes(files[largest][: len(files[largest]) // 2])
-    moved(f"{web}/call", tmp_path / "back")
+    with http_store(files, []) as web:
+        moved(f"{web}/call", tmp_path / "back")
+        with pytest.raises(StoreError, match="not found") as raised:
+            open_repository(parse_reference(f"{web}/demo")).open("v1", "")
+    assert "prejit ls" not in str(raised.value.hint)
     expected = audit(GOLDEN / "call", check_generation)
     assert audit(tmp_path / "back", check_generation) == expected
 
 
-def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(tmp_path, monkeypatch, use_bucket):
+def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(tmp_path, monkeypatch, use):
     expected = audit(GOLDEN / "fleet", check_generation)
     with s3_store() as endpoint:
-        use_bucket(endpoint)
+        use(S3_SETTINGS | {"AWS_ENDPOINT": endpoint})
         at = "s3://bucket/models/demo"
         for name, tag in (("call", "v1"), ("call", "stable"), ("fleet", "v2")):
             moved(GOLDEN / name, f"{at}:{tag}")
