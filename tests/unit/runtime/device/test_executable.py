@@ -1,6 +1,9 @@
 """Executables on a device: the one module on private parts of jax and jaxlib, on every version of them."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -62,43 +65,29 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir, device):
             assert address(to_numpy(device.put(values))) == address(values)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x[::2],
-        lambda x: x[::-1],
-        lambda x: x.T,
-        lambda x: np.broadcast_to(x[0], x.shape),
-        lambda x: x.tobytes() and np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
-    ],
-)
-def test_memory_that_is_not_shared_is_copied(change, device):
-    values = change(aligned(np.arange(70, dtype=np.float32).reshape(7, 10)))
-    assert same_bytes(to_numpy(device.put(values)), np.ascontiguousarray(values))
+def test_memory_that_is_not_shared_is_copied(device):
+    x = aligned(np.arange(70, dtype=np.float32).reshape(7, 10))
+    unaligned = np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape)
+    for values in (x[::2], x[::-1], x.T, np.broadcast_to(x[0], x.shape), unaligned):
+        assert same_bytes(to_numpy(device.put(values)), np.ascontiguousarray(values))
 
 
 def test_memory_outlives_the_array_it_came_from(device):
-    count = 1 << 18
+    count, noise = 1 << 18, []
 
-    def overwritten():
+    def overwrite():
         gc.collect()
-        return [np.full(count, 7, np.float32) for _ in range(8)]
+        noise.extend(np.full(count, 7, np.float32) for _ in range(8))
 
-    values = aligned(np.arange(count, dtype=np.float32))
-    expected = values.copy()
-    held = device.put(values)
-    del values
-    noise = overwritten()
-    np.testing.assert_array_equal(to_numpy(held), expected)
+    held = device.put(aligned(np.arange(count, dtype=np.float32)))
+    overwrite()
+    np.testing.assert_array_equal(to_numpy(held), np.arange(count))
     with pytest.raises(ValueError, match="read-only"):  # it is the device's own memory
         to_numpy(held)[0] = 1
     program = device.compile(export(lambda x: x + 1, np.zeros(count, np.float32)))
-    [result] = program.run([device.put(aligned_zeros((count,), np.dtype(np.float32)))])
-    read = to_numpy(result)
-    del result
-    noise += overwritten()
+    read = to_numpy(program.run([device.put(aligned_zeros((count,), np.dtype(np.float32)))])[0])
+    overwrite()
     assert read.min() == read.max() == 1
-    assert len(noise) == 16
 
 
 def test_donated_memory_is_reused_and_the_argument_is_gone(device):
@@ -156,12 +145,10 @@ def test_wrong_arguments_and_bytes_are_refused_and_never_read_outside(device):
         compile_portable(b"")
 
 
-def for_all_platforms(function, *shapes, reverse=False):
-    """A function exported for all platforms."""
+def for_all_platforms(function, *shapes, platforms=PLATFORMS):
     from jax import export
 
     unchecked = [export.DisabledSafetyCheck.custom_call("nobody_has_this")]
-    platforms = PLATFORMS[::-1] if reverse else PLATFORMS
     return export.export(function, platforms=platforms, disabled_checks=unchecked)(*shapes)
 
 
@@ -169,10 +156,8 @@ def check_on_cpu(function, *arguments, device):
     """Compiles a program for all platforms here, and compares it with jax."""
     import jax
 
-    shapes = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in arguments]
     jitted = jax.jit(function, keep_unused=True)
-    exported = for_all_platforms(jitted, *shapes)
-    inputs = [device.put(np.asarray(a)) for a in arguments]
+    exported = for_all_platforms(jitted, *map(jax.typeof, map(jax.numpy.asarray, arguments)))
     expected = jax.tree.leaves(jitted(*arguments))
     portable = exported.mlir_module_serialized
     machine = CompileFor(platforms=exported.platforms)
@@ -180,7 +165,8 @@ def check_on_cpu(function, *arguments, device):
         device.compile(portable, exported.platforms),
         device.load(compile_portable(portable, machine).serialized, "somewhere"),
     ):
-        for ours, theirs in zip(program.run(inputs), expected, strict=True):
+        results = program.run([device.put(np.asarray(each)) for each in arguments])
+        for ours, theirs in zip(results, expected, strict=True):
             np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -207,7 +193,7 @@ def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device):
     x = np.arange(4, dtype=np.float32)
     # A program inside of another numbers platforms in its own order.
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    inner = for_all_platforms(jax.jit(thrice), shape, reverse=True)
+    inner = for_all_platforms(jax.jit(thrice), shape, platforms=PLATFORMS[::-1])
     for function in (
         thrice,
         lambda x: (choose(x), jax.jit(choose)(x) * 2, lax.map(choose, x)),
@@ -236,26 +222,22 @@ def test_what_does_not_load_here_is_not_called_damaged(kernel_recipe, device):
     assert not {"damaged", "altered"} & {*told.split()}
 
 
-SIGNATURES = [
-    (lambda x: x + 1, (np.zeros((2, 3), "float32"),), ()),
-    (lambda x: (x, x.sum()), (np.zeros(5, "bool"),), ()),
-    (lambda x, y: (y * 2, x + 1), (np.zeros((2, 0), "int8"), np.zeros((), "uint16")), (0,)),
-    (lambda *x: x, [np.zeros((n, 2), "float16") for n in range(60)], (3, 58)),
-]
-
-
-@pytest.mark.parametrize(("function", "arguments", "donated"), SIGNATURES)
-def test_a_program_tells_what_it_takes_and_gives(function, arguments, donated, device):
+def test_a_program_tells_what_it_takes_and_gives(device):
     import jax
 
-    program = device.compile(export(function, *arguments, donate_argnums=donated))
-    loaded = device.load(program.serialize(), "somewhere")
-    gives = jax.tree.leaves(jax.eval_shape(function, *arguments))
-    for one in (program, loaded):
-        found = one.signature()
-        assert found.arguments == tuple((str(x.dtype), x.shape) for x in arguments)
-        assert found.results == tuple((str(x.dtype), x.shape) for x in gives)
-        assert found.donated <= set(donated)
+    for function, arguments, donated in (
+        (lambda x: x + 1, (np.zeros((2, 3), "float32"),), ()),
+        (lambda x: (x, x.sum()), (np.zeros(5, "bool"),), ()),
+        (lambda x, y: (y * 2, x + 1), (np.zeros((2, 0), "int8"), np.zeros((), "uint16")), (0,)),
+        (lambda *x: x, [np.zeros((n, 2), "float16") for n in range(60)], (3, 58)),
+    ):
+        program = device.compile(export(function, *arguments, donate_argnums=donated))
+        gives = jax.tree.leaves(jax.eval_shape(function, *arguments))
+        for one in (program, device.load(program.serialize(), "somewhere")):
+            found = one.signature()
+            assert found.arguments == tuple((str(x.dtype), x.shape) for x in arguments)
+            assert found.results == tuple((str(x.dtype), x.shape) for x in gives)
+            assert found.donated <= set(donated)
 
 
 @pytest.mark.parametrize("dtype", one_in(2, MANIFEST_DTYPES))
@@ -316,8 +298,10 @@ assert float(jax.jit(lambda x: x * 2)(jnp.float32(3))) == 6
 assert isinstance(array, jax.Array) and array.shape == (6,)
 assert to_numpy(device.put(np.ones(3, np.float32))).sum() == 3
 """
-
-
+ALONE = """
+found = [m for m in sys.modules if m.partition(".")[0] == "jax" or m.startswith("jaxlib.mlir")]
+assert not found, found
+"""
 AFTER = """
 import importlib, pkgutil, jax
 assert jax.__version__ == __import__('jaxlib.version').version.__version__
@@ -330,38 +314,53 @@ jax.config.update('jax_num_cpu_devices', 3)
 assert len(jax.devices()) == 3
 assert jax.devices()[0].client is not array.device.client
 """
-ALONE = """
-found = [m for m in sys.modules if m.partition(".")[0] == "jax" or m.startswith("jaxlib.mlir")]
-assert not found, found
-"""
+HOSTS = [
+    ("", ALONE + AFTER),
+    ("", ALONE + "from jax._src.interpreters import pxla"),
+    ("import jax; jax.config.update('jax_platforms', 'cpu')", ""),
+    ("import os; os.environ['PREJIT_PLAIN_START'] = '1'\nimport jax.numpy", ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    one_in(
-        2,
-        [
-            ("", ALONE + AFTER),
-            ("", ALONE + "from jax._src.interpreters import pxla"),
-            ("import jax; jax.config.update('jax_platforms', 'cpu')", ""),
-            ("import os; os.environ['PREJIT_PLAIN_START'] = '1'\nimport jax.numpy", ""),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("before", "after"), one_in(2, HOSTS))
 def test_a_host_that_uses_jax_gets_all_of_it(before, after, run_python):
     run_python(f"{before}{START}{after}{USE}")
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-def test_a_process_may_end_in_the_middle(settled_dir, run_python, calls):
+GPU_JAX = """
+import os, types
+def devices(platform):
+    return [types.SimpleNamespace(client=os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))]
+"""
+ASK = """
+import os
+from prejit.runtime.device._jax_parts import client_of_jax
+print(client_of_jax("cuda"), client_of_jax("cuda"), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
+"""
+
+
+def test_memory_of_a_gpu_grows_unless_the_process_has_jax_or_says_otherwise(tmp_path):
+    (tmp_path / "jax.py").write_text(GPU_JAX)
+    unset = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
+
+    def asked(code, **variables):
+        env = unset | {"PYTHONPATH": str(tmp_path)} | variables
+        return subprocess.check_output((sys.executable, "-c", code), env=env, text=True).split()
+
+    assert asked(ASK) == ["false", "None", "None"]
+    assert asked("import jax\n" + ASK) == ["None"] * 3
+    assert asked(ASK, XLA_PYTHON_CLIENT_PREALLOCATE="true") == ["true"] * 3
+
+
+def test_a_process_may_end_in_the_middle(settled_dir, run_python):
     """XLA's threads and ours must not abort it: the exit status is what a supervisor looks at."""
-    run_python(f"""
+    for then in ("", 'bundle.call("score", x=np.ones((8, 16), np.float32))'):
+        run_python(f"""
 import numpy as np
 from prejit.runtime import load
 bundle = load({str(settled_dir)!r})
 bundle._programs.prepare("score/b2", "score/b8", "nest", "tick")
-if {calls}:
-    bundle.call("score", x=np.ones((8, 16), np.float32))
+{then}
 """)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pynvml
@@ -39,9 +38,8 @@ class FakeNvml(ModuleType):
             self.open += change
 
         def by_uuid(uuid):
-            for gpu in (*gpus, *parts):
-                if gpu.uuid == uuid:
-                    return gpu
+            if found := [gpu for gpu in (*gpus, *parts) if gpu.uuid == uuid]:
+                return found[0]
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
         def whole_of(gpu):
@@ -70,17 +68,13 @@ class FakeNvml(ModuleType):
         )
 
 
-@dataclass
 class Box:
     """A machine made of files, and what is installed on it."""
 
-    root: Path
-    monkeypatch: pytest.MonkeyPatch
-    packages: Path = field(init=False)
-
-    def __post_init__(self):
+    def __init__(self, root, monkeypatch):
+        self.root, self.monkeypatch = root, monkeypatch
         self.packages = self.root / "site-packages"
-        self.packages.mkdir()
+        self.packages.mkdir(parents=True)
         self.monkeypatch.syspath_prepend(str(self.packages))
 
     def install(self, name, version):
@@ -115,13 +109,12 @@ def box(tmp_path, monkeypatch):
     return Box(tmp_path, monkeypatch)
 
 
-def test_devices_without_a_plugin_or_the_reverse_do_not_count(box, tmp_path):
+def test_devices_without_a_plugin_or_the_reverse_do_not_count(box):
     """jax would run on the CPU as well."""
     box.add_gpus(Gpu())
     box.add_pci("0x1ae0", "0x0063")
     assert box.find() is None
-    (tmp_path / "empty").mkdir()
-    empty = Box(tmp_path / "empty", box.monkeypatch)
+    empty = Box(box.root / "empty", box.monkeypatch)
     for name in ("jax-cuda13-pjrt", "libtpu"):
         empty.install(name, "1.0")
     assert empty.find() is None
@@ -204,17 +197,14 @@ def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box):
     box.install("libtpu", "0.0.51")
     ids = {chip.kind: pci for pci, chip in accelerator._CHIPS.items()}
     for number, target in enumerate(t for t in catalogue().values() if t.platform == "tpu"):
-        root = box.root / str(number)
-        root.mkdir()
-        machine = Box(root, box.monkeypatch)
+        machine = Box(box.root / str(number), box.monkeypatch)
         machine.add_pci("0x8086", "0x0063", "0x1237")  # Intel's device of the same number is no TPU
         # Google's network card is none either.
         machine.add_pci("0x1ae0", "0x0042", *[ids[target.device_kind or ""]] * target.device_count)
         found = machine.find()
         assert (found.platform, found.plugin) == ("tpu", "libtpu 0.0.51")
-        assert found.device_kind == target.device_kind
-        assert found.topology == target.topology
-        assert found.device_count == target.device_count
+        for axis in ("device_kind", "topology", "device_count"):
+            assert getattr(found, axis) == getattr(target, axis), axis
         assert (found.device_memory_bytes or 0) >= (target.memory_bytes or 0)
 
 
