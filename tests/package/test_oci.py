@@ -16,6 +16,7 @@ from tests.layouts import blobs_of as blob_files
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
 
+NAME = "org.opencontainers.image.ref.name"
 TARGETS = ("cpu-host", "cpu-x86-64-v3")
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 MODEL = Path(__file__).parents[1] / "format" / "v1" / "decoder"
@@ -26,27 +27,30 @@ def sha256(content):
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
+def named_in(layout):
+    """The entries of a layout's `index.json`, by name."""
+    found = json.loads((layout / "index.json").read_bytes())["manifests"]
+    return {each.get("annotations", {}).get(NAME, ""): each for each in found}
+
+
 def blobs_of(layout, target):
     """The digests of everything that a target's manifest leads to."""
-    index = json.loads((layout / "index.json").read_bytes())
-    named = {m["annotations"]["org.opencontainers.image.ref.name"]: m for m in index["manifests"]}
-    manifest = json.loads(blob(layout, named[target]["digest"]).read_bytes())
-    return [d["digest"] for d in (named[target], manifest["config"], *manifest["layers"])]
+    at = named_in(layout)[target]
+    manifest = json.loads(blob(layout, at["digest"]).read_bytes())
+    return [each["digest"] for each in (at, manifest["config"], *manifest["layers"])]
 
 
 def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir):
     layout = Layout(str(bundle_dir))
     for target in TARGETS:
         assert set(layout.get_ordered_blobs(tag=target)) == {*blobs_of(bundle_dir, target)}
-    whole = layout.get_ordered_blobs(tag="example")
-    for digest in whole:
+    *others, last = layout.get_ordered_blobs(tag="example")
+    assert last == load(bundle_dir).digest
+    assert {*others} == {digest for target in TARGETS for digest in blobs_of(bundle_dir, target)}
+    for digest in (*others, last):
         assert sha256(Path(layout.digest_to_blob_path(digest)).read_bytes()) == digest
-    everything = {f"sha256:{path.name}" for path in (bundle_dir / "blobs" / "sha256").iterdir()}
-    assert {*whole} == everything
-    assert everything == {load(bundle_dir).digest}.union(
-        *(blobs_of(bundle_dir, t) for t in TARGETS)
-    )
-    assert whole[-1] == load(bundle_dir).digest
+    everything = (bundle_dir / "blobs" / "sha256").iterdir()
+    assert {*others, last} == {f"sha256:{path.name}" for path in everything}
     assert not [path for path in bundle_dir.rglob("*") if path.is_symlink()]
     found = Layout(str(MODEL)).get_ordered_blobs(tag="cpu-x86-64-v2")
     assert set(found) == {*blobs_of(MODEL, "cpu-x86-64-v2")}
@@ -66,42 +70,30 @@ ANNOTATIONS = {
     "properties": {"org.opencontainers.image.ref.name": {"pattern": REF_NAME}},
     "additionalProperties": {"type": "string"},
 }
-OPTIONAL = {"artifactType": MEDIA_TYPE, "annotations": ANNOTATIONS}
 
 
 def with_all(required, **optional):
     """A schema of objects that have these members and may have others."""
-    properties = required | optional
-    return {"type": "object", "required": [*required], "properties": properties}
+    optional = {"artifactType": MEDIA_TYPE, "annotations": ANNOTATIONS, **optional}
+    return {"type": "object", "required": [*required], "properties": required | optional}
 
 
-PLATFORM = with_all({"architecture": {"enum": ["amd64", "arm64"]}, "os": {"const": "linux"}})
+def document(kind, **members):
+    media_type = {"const": f"application/vnd.oci.image.{kind}.v1+json"}
+    return with_all({"schemaVersion": {"const": 2}, "mediaType": media_type, **members})
+
+
 DESCRIPTOR = with_all(
     {
         "mediaType": MEDIA_TYPE,
         "digest": {"type": "string", "pattern": "^sha256:[a-f0-9]{64}$"},
         "size": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
     },
-    **OPTIONAL,
-    platform=PLATFORM,
+    platform=with_all({"architecture": {"enum": ["amd64", "arm64"]}, "os": {"const": "linux"}}),
 )
-INDEX, MANIFEST = (
-    with_all(
-        {
-            "schemaVersion": {"const": 2},
-            "mediaType": {"const": f"application/vnd.oci.image.{kind}.v1+json"},
-            **members,
-        },
-        **OPTIONAL,
-    )
-    for kind, members in {
-        "index": {"manifests": {"type": "array", "items": DESCRIPTOR}},
-        "manifest": {
-            "config": DESCRIPTOR,
-            "layers": {"type": "array", "minItems": 1, "items": DESCRIPTOR},
-        },
-    }.items()
-)
+INDEX = document("index", manifests={"type": "array", "items": DESCRIPTOR})
+LAYERS = {"type": "array", "minItems": 1, "items": DESCRIPTOR}
+MANIFEST = document("manifest", config=DESCRIPTOR, layers=LAYERS)
 
 
 @pytest.mark.parametrize("path", [None, MODEL], ids=["functions", "model"])
@@ -122,30 +114,25 @@ def test_index_and_manifests_are_as_the_specification_says(bundle_dir, path):
     assert {path.name for path in bundle_dir.iterdir()} == {"blobs", "index.json", "oci-layout"}
 
 
-def copy_of(layout, to, *targets, spaced=False):
+def copy_of(layout, to, *targets, indent=None, others=()):
     """A copy of some targets as skopeo makes it: the blobs, and an index of the tool's own."""
-    index = json.loads((layout / "index.json").read_bytes())
-    manifests = []
-    for descriptor in index["manifests"]:
-        name = descriptor["annotations"]["org.opencontainers.image.ref.name"]
-        if name in targets:
-            kept = {key: descriptor[key] for key in ("mediaType", "digest", "size")}
-            annotations = {"org.opencontainers.image.ref.name": f"{name}-copy"}
-            manifests.append({**kept, "annotations": annotations})
-            (to / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
-            for digest in blobs_of(layout, name):
-                shutil.copyfile(blob(layout, digest), blob(to, digest))
+    (to / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+    manifests = [*others]
+    for name in targets:
+        kept = {key: named_in(layout)[name][key] for key in ("mediaType", "digest", "size")}
+        manifests.append({**kept, "annotations": {NAME: f"{name}-copy"}})
+        for digest in blobs_of(layout, name):
+            shutil.copyfile(blob(layout, digest), blob(to, digest))
     written = {"schemaVersion": 2, "manifests": manifests}
-    (to / "index.json").write_text(json.dumps(written, indent=2 if spaced else None))
-    version = {"imageLayoutVersion": "1.0.0"}
-    (to / "oci-layout").write_text(json.dumps(version, indent=2 if spaced else None))
+    (to / "index.json").write_text(json.dumps(written, indent=indent))
+    (to / "oci-layout").write_text(json.dumps({"imageLayoutVersion": "1.0.0"}, indent=indent))
     return to
 
 
 def test_a_copy_of_one_target_is_a_bundle_of_that_target(bundle_dir, tmp_path, capsys):
     last = set()
-    for spaced in (False, True):
-        copy = copy_of(bundle_dir, tmp_path / f"{spaced}", "cpu-x86-64-v3", spaced=spaced)
+    for indent in (None, 2):
+        copy = copy_of(bundle_dir, tmp_path / f"{indent}", "cpu-x86-64-v3", indent=indent)
         assert main(["verify", str(copy)]) == 0
         said = capsys.readouterr().out
         assert "ok: 1 targets" in said
@@ -163,13 +150,9 @@ def test_a_copy_is_checked_as_a_bundle_is(bundle_dir, make_recipe, tmp_path):
         with pytest.raises(RejectError):
             load(copy)
     mixed = copy_of(bundle_dir, tmp_path / "mixed", "cpu-host")
-    ours = json.loads((mixed / "index.json").read_bytes())["manifests"]
-    copy_of(make_recipe(name="other").write(tmp_path / "other"), mixed, "cpu-x86-64-v3")
-    index = json.loads((mixed / "index.json").read_bytes())
-    index["manifests"] += ours
-    (mixed / "index.json").write_text(json.dumps(index))
-    why = "expected targets of one bundle, found example of format"
-    with pytest.raises(RejectError, match=why):
+    other = make_recipe(name="other").write(tmp_path / "other")
+    copy_of(other, mixed, "cpu-x86-64-v3", others=named_in(mixed).values())
+    with pytest.raises(RejectError, match=r"targets of one bundle, found \w+ of format"):
         load(mixed)
 
 

@@ -20,9 +20,8 @@ from prejit.runtime import UntrustedError, load
 from prejit.runtime.format.referrers import ATTACHED
 from prejit.runtime.trust.enforcing import verify_policies
 
-from .test_oci import skopeo, with_skopeo
+from .test_oci import named_in, skopeo, with_skopeo
 
-NAME = "org.opencontainers.image.ref.name"
 TARGET = "cpu-host"
 
 
@@ -49,14 +48,8 @@ def copy_by_skopeo(source, to):
     skopeo("copy", "--all", "--src-tls-verify=false", "--dest-tls-verify=false", source, to)
 
 
-def listed(layout):
-    """The digests of what a layout's `index.json` lists, by name."""
-    entries = json.loads((layout / "index.json").read_bytes())["manifests"]
-    return {each.get("annotations", {}).get(NAME, ""): each["digest"] for each in entries}
-
-
 def names(layout):
-    return [name for name in listed(layout) if name.startswith(ATTACHED)]
+    return [name for name in named_in(layout) if name.startswith(ATTACHED)]
 
 
 def refused_before(copy, policy):
@@ -105,16 +98,19 @@ def test_signatures_of_the_bundle_and_of_another_target_let_no_copy_of_one_run(
 ):
     copy = tmp_path / "copy"
     copy_by_skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
-    others = [name for name in names(signed) if _subject(signed, name) != listed(signed)[TARGET]]
+    others = [
+        name
+        for name in names(signed)
+        if json.loads(blob(signed, named_in(signed)[name]["digest"]).read_bytes())["subject"][
+            "digest"
+        ]
+        != named_in(signed)[TARGET]["digest"]
+    ]
     assert len(others) == 2
     for name in others:
         copy_by_skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
     with pytest.raises(UntrustedError):
         load(copy, trust=policy)
-
-
-def _subject(layout, name):
-    return str(json.loads(blob(layout, listed(layout)[name]).read_bytes())["subject"]["digest"])
 
 
 def test_oras_pulls_a_bundle_without_its_signatures(registry, signed, policy, tmp_path):

@@ -78,15 +78,12 @@ def test_the_setting_is_no_upper_bound(text, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_THREADS", text)
     assert threads(tmp_path, {}) == expected
     assert threads(tmp_path, v2("/", {"": "200000 100000"})) == min(expected, 2)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", " 2", "٣", "1" * 4000])
-def test_a_setting_that_is_no_number_of_threads_is_taken(text, tmp_path, monkeypatch):
-    monkeypatch.setenv("PREJIT_THREADS", text)
-    with pytest.raises(UsageError, match="PREJIT_THREADS: expected an integer of at least 1") as at:
-        threads(tmp_path, {})
-    assert at.value.hint
-    assert len(str(at.value)) < 200
+    for wrong in ("0", "-1", " 2", "٣", "1" * 4000):
+        monkeypatch.setenv("PREJIT_THREADS", wrong)
+        with pytest.raises(UsageError, match="PREJIT_THREADS: expected an integer of at") as raised:
+            threads(tmp_path, {})
+        assert raised.value.hint
+        assert len(str(raised.value)) < 200
 
 
 def test_memory_limits_are_the_least_of_all_control_groups(tmp_path):

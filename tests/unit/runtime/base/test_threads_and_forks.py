@@ -1,7 +1,5 @@
 """Threads that the interpreter waits for, and properties that several threads ask for at once."""
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +19,6 @@ daemon = threading.Thread(target=lambda: start_thread(work, "work"), daemon=True
 daemon.start()
 daemon.join()
 """
-
 STARTS_TOO_LATE = """
 import atexit
 from prejit.runtime.base.threads_and_forks import start_thread
@@ -30,15 +27,9 @@ atexit.register(lambda: print(start_thread(lambda: None, "late"), flush=True))
 """
 
 
-def run(program):
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    return found.stdout.strip()
-
-
-def test_threads_are_waited_for_and_none_starts_too_late(monkeypatch):
-    assert run(EXITS_AT_ONCE) == "finished"
-    assert run(STARTS_TOO_LATE) == "None"
+def test_threads_are_waited_for_and_none_starts_too_late(monkeypatch, run_python):
+    assert run_python(EXITS_AT_ONCE).stdout == "finished\n"
+    assert run_python(STARTS_TOO_LATE).stdout == "None\n"
     names = []
     thread = start_thread(lambda: names.append(threading.current_thread().name), "named")
     thread.join()

@@ -19,15 +19,13 @@ class Doubling:
 
     def __init__(self, device, *, donate=False):
         options = {"donate_argnums": 0} if donate else {}
-        self.jitted = jax.jit(lambda x, n=0: x * 2, static_argnames="n", **options)
-        exported = jax.export.export(
-            jax.jit(lambda x: x * 2, keep_unused=True, **options), platforms=("cpu",)
-        )(jnp.ones(4))
+        jitted = jax.jit(lambda x, n=0: x * 2, static_argnames="n", **options)
+        plain = jax.jit(lambda x: x * 2, keep_unused=True, **options)
+        exported = jax.export.export(plain, platforms=("cpu",))(jnp.ones(4))
         self.device = device.first
         self.loaded = device.compile(exported.mlir_module_serialized).loaded
-        dispatch = _jit_dispatch.Dispatch.of(self.jitted)
-        self.dispatch = dispatch
-        self.function = dispatch.function(self.jitted, self.miss)
+        self.dispatch = _jit_dispatch.Dispatch.of(jitted)
+        self.function = self.dispatch.function(jitted, self.miss)
         self.misses = 0
 
     def miss(self, x, n=0):
@@ -42,16 +40,14 @@ class Doubling:
 
 def test_a_signature_misses_once_and_donated_arguments_are_deleted(device):
     doubling, x = Doubling(device), jnp.arange(4.0)
-    results = [doubling.function(x) for _ in range(5)]
-    assert doubling.misses == 1
-    for result in results:
+    for _ in range(5):
+        result = doubling.function(x)
         np.testing.assert_array_equal(result, [0, 2, 4, 6])
-        assert not result.committed
-    committed = doubling.function(jax.device_put(x, device.first))
-    assert committed.committed
-    weak = [doubling.function(x, n=1) for _ in range(2)]
-    assert [each.weak_type for each in weak] == [True, True]
-    assert doubling.misses == 3
+        assert (doubling.misses, result.committed) == (1, False)
+    assert doubling.function(jax.device_put(x, device.first)).committed
+    for _ in range(2):
+        assert doubling.function(x, n=1).weak_type
+        assert doubling.misses == 3
     doubling, x = Doubling(device, donate=True), jnp.ones(4)
     for _ in range(3):
         before, x = x, doubling.function(x)
@@ -66,11 +62,12 @@ def test_only_a_jitted_function_of_this_jax_has_a_dispatch(monkeypatch):
     )
     assert dispatch.static == ((1,), ("mode",))
     assert dispatch.donated == ((0, 2), ("x", "y"))
-    assert _jit_dispatch.Dispatch.of(lambda x: x) is None
-    assert _jit_dispatch.Dispatch.of(object()) is None
+    for other in (lambda x: x, object()):
+        assert _jit_dispatch.Dispatch.of(other) is None
     jitted = jax.jit(lambda x: x)
-    monkeypatch.setattr(_jit_dispatch, "_PATH_FIELDS", (*_jit_dispatch._PATH_FIELDS, "new"))
-    assert _jit_dispatch.Dispatch.of(jitted) is None
-    monkeypatch.undo()
-    monkeypatch.setattr(_jit_dispatch, "_STATE_KEYS", {*_jit_dispatch._STATE_KEYS, "new"})
-    assert _jit_dispatch.Dispatch.of(jitted) is None
+    for name in ("_PATH_FIELDS", "_STATE_KEYS"):
+        known = getattr(_jit_dispatch, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(_jit_dispatch, name, type(known)([*known, "new"]))
+            assert _jit_dispatch.Dispatch.of(jitted) is None
+    assert _jit_dispatch.Dispatch.of(jitted) is not None

@@ -58,11 +58,9 @@ def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir, run_python):
     assert "pjrt_client" not in done.stderr, "XLA's library was opened before its log level was set"
 
 
-THREADED = """
-import threading
-resting = threading.Event()
-threading.Thread(target=resting.wait).start()
-"""
+THREADED = (
+    "import threading\nresting = threading.Event()\nthreading.Thread(target=resting.wait).start()"
+)
 AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
 """The settings after a start that changes none: the collector is on, and OpenBLAS has no time limit."""
 
@@ -71,16 +69,13 @@ AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
     ("before", "env", "seen", "after"),
     [
         (
-            "",
-            {"PREJIT_PLAIN_START": "1"},
-            AS_EVER,
+            *("", {"PREJIT_PLAIN_START": "1"}, AS_EVER),
             "assert 'prejit-open-jaxlib' not in started, started\n"
             "assert 'numpy' in vars(sys.modules['jax']), 'jax is imported as anybody does'",
         ),
         (THREADED, {}, AS_EVER, "resting.set()"),
         (
-            "import gc\ngc.disable()",
-            {"OPENBLAS_THREAD_TIMEOUT": "20"},
+            *("import gc\ngc.disable()", {"OPENBLAS_THREAD_TIMEOUT": "20"}),
             [("numpy", False, "20"), ("jaxlib._jax", False, "20")],
             "assert not gc.isenabled()\nassert os.environ['OPENBLAS_THREAD_TIMEOUT'] == '20'",
         ),
@@ -155,13 +150,9 @@ def test_a_start_loads_at_once_what_the_last_one_wanted(decoder_dir, runtime_cac
 
 
 @pytest.fixture
-def alone(collector_on, monkeypatch):
-    """As in a process without other threads; pytest-xdist has one."""
+def alone(monkeypatch):
+    """As in a process without other threads (pytest-xdist has one), with the collector on."""
     monkeypatch.setattr("prejit.runtime.device.quick_start.is_alone", lambda: True)
-
-
-@pytest.fixture
-def collector_on():
     assert gc.isenabled()
     gc.unfreeze()  # what conftest.py leaves out
     yield
@@ -187,7 +178,7 @@ print(kb)
 
 
 @pytest.mark.usefixtures("alone")
-def test_nothing_looks_through_the_new_objects_afterwards():
+def test_nothing_looks_through_the_new_objects_and_settings_of_the_host_stay():
     def collections():
         return sum(one["collections"] for one in gc.get_stats())
 
@@ -201,10 +192,6 @@ def test_nothing_looks_through_the_new_objects_afterwards():
         made.append([])
     assert collections() == before
     assert any(one is made for one in gc.get_objects(generation=2))
-
-
-@pytest.mark.usefixtures("alone")
-def test_settings_of_the_host_stay_and_an_error_turns_it_on_again():
     gc.freeze()
     frozen = gc.get_freeze_count()
     with pytest.raises(ValueError, match="broken"), collector_off():

@@ -1,5 +1,6 @@
 """The order of verifying, who waits for what, and what happens after a failure."""
 
+import itertools
 import random
 import threading
 import time
@@ -38,7 +39,7 @@ def test_one_thread_runs_all_jobs_and_wakes_who_waits():
         fail.wait(10)
         raise RejectError("/b", "damaged")
 
-    verification = HashingVerification([Job("a", 0, LARGE, lambda: run("a") or 0.0)], threads=1)
+    verification = HashingVerification(jobs("a", run=run)[:1], threads=1)
     assert begun.wait(10)
     threading.Timer(0.05, fail.set).start()
     with pytest.raises(RejectError):
@@ -48,14 +49,13 @@ def test_one_thread_runs_all_jobs_and_wakes_who_waits():
 def test_whoever_waits_runs_what_it_needs_and_a_load_small_jobs():
     ran = list[str]()
     verification = HashingVerification(jobs("a", "b", run=ran.append))
-    verification.wait("b", LARGE, LARGE + 1)
-    assert ran == ["b1"]
-    verification.wait("b", LARGE - 1, LARGE + 1)
-    assert ran == ["b1", "b0"]
-    verification.wait("b", 2 * LARGE, 2 * LARGE)
-    assert ran == ["b1", "b0"], "no byte is needed"
-    verification.wait("a", 2 * LARGE)
-    assert ran == ["b1", "b0", "a2"]
+    for name, start, end, now in (
+        *(("b", LARGE, LARGE + 1, "b1"), ("b", LARGE - 1, LARGE + 1, "b1 b0")),
+        ("b", 2 * LARGE, 2 * LARGE, "b1 b0"),  # no byte is needed
+        ("a", 2 * LARGE, None, "b1 b0 a2"),
+    ):
+        verification.wait(name, start, end)
+        assert ran == now.split()
     assert not verification.is_finished
     verification.finish()
     assert ran == ["b1", "b0", "a2", "a0", "a1", "b2"]
@@ -83,34 +83,30 @@ def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads, error):
     verification = HashingVerification(
         jobs("a", "b", run=run), threads=threads, finished=finished.set
     )
-    with pytest.raises(type(error)):
-        verification.finish()
-    for ask in (verification.check, verification.finish, verification.wait_for_small):
+    for ask in (
+        *(verification.finish, verification.check, verification.finish),
+        *(verification.wait_for_small, lambda: verification.wait("a")),
+        lambda: verification.wait("b"),
+    ):
         with pytest.raises(type(error)):
             ask()
-    for blob in ("a", "b"):
-        with pytest.raises(type(error)):
-            verification.wait(blob)
     assert not verification.is_finished
     assert not finished.is_set()
     assert len(ran) <= 2 + threads, "threads went on after the failure"
 
 
 def test_many_threads_that_wait_get_verified_bytes_alone():
-    generator = random.Random(0)
     for threads in (0, 1, 2) * 4:
         done = set[str]()
 
         def run(at, done=done):
-            time.sleep(generator.random() * 1e-3)
+            time.sleep(random.random() * 1e-3)
             done.add(at)
 
         verification = HashingVerification(jobs("a", "b", "c", run=run), threads=threads)
 
         def wait(seed, verification=verification, done=done):
-            mine = random.Random(seed)
-            for _ in range(4):
-                name, part = mine.choice("abc"), mine.randrange(3)
+            for name, part in random.Random(seed).sample([*itertools.product("abc", range(3))], 4):
                 verification.wait(name, part * LARGE, (part + 1) * LARGE)
                 assert f"{name}{part}" in done
 

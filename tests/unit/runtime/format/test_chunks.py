@@ -40,17 +40,17 @@ def chunked(content, size=CHUNK):
 
 
 def weights_with_filler(good):
+    """Weights with another tensor of 3 MiB behind them."""
     size = int.from_bytes(good[:8], "little")
     header, data = json.loads(good[8 : 8 + size]), good[8 + size :]
-    gap, filler = -len(data) % 64, random.Random(0).randbytes(3 << 20)
-    start = len(data) + gap
-    places = {".gapz": (len(data), start), "filler": (start, start + len(filler))}
-    for name, (begin, end) in places.items():
+    start = -(-len(data) // 64) * 64
+    for name, begin, end in ((".gapz", len(data), start), ("filler", start, start + (3 << 20))):
         if begin < end:
             header[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    return len(text).to_bytes(8, "little") + text + data + bytes(gap) + filler
+    filler = random.Random(0).randbytes(3 << 20)
+    return len(text).to_bytes(8, "little") + text + data.ljust(start, b"\0") + filler
 
 
 @pytest.fixture(autouse=True)
@@ -64,16 +64,16 @@ def content(recipe):
     return weights_with_filler(recipe.content(WEIGHTS_MEDIA_TYPE))
 
 
-@pytest.fixture(scope="module")
-def chunks_recipe(recipe, content):
-    return recipe_of_chunks(recipe, content)
-
-
 def recipe_of_chunks(recipe, content):
     chunks = {WEIGHTS_MEDIA_TYPE: chunked(content)}
     return recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
         lambda config: dataclasses.replace(config, chunks=chunks)
     )
+
+
+@pytest.fixture(scope="module")
+def chunks_recipe(recipe, content):
+    return recipe_of_chunks(recipe, content)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_chunks_change_no_result_and_are_read_once(path, content, recipe, tmp_pa
         return count
 
     monkeypatch.setattr(os, "preadv", counting)
-    audit(path, lambda *_: None)
+    audited(path)
     assert sum(counts) == len(content)
 
 
@@ -189,7 +189,11 @@ def with_chunks(recipe, change):
     return recipe.configured(changed)
 
 
-@pytest.mark.parametrize("read", [load, lambda path: audit(path, lambda *_: None)])
+def audited(path):
+    return audit(path, lambda *_: None)
+
+
+@pytest.mark.parametrize("read", [load, audited])
 def test_7_chunks_that_do_not_cover_their_layer_are_rejected(read, chunks_recipe, tmp_path):
     forged = with_chunks(
         chunks_recipe, lambda c: dataclasses.replace(c, digests=c.digests[:-1])
@@ -204,21 +208,16 @@ def test_7_chunks_that_do_not_cover_their_layer_are_rejected(read, chunks_recipe
 
 def test_8_chunks_that_do_not_fit_the_whole_are_found(chunks_recipe, tmp_path):
     """Of every target: they share a layer, and each has chunks of its own for it, which may differ."""
-    one, other = chunks_recipe.targets
-    forged = with_chunks(chunks_recipe, forged_first)
+    forged = with_chunks(
+        chunks_recipe, lambda c: dataclasses.replace(c, digests=("0" * 64, *c.digests[1:]))
+    )
     with pytest.raises(RejectError, match=r"expected blake3 0{64}"):
         load(forged.write(tmp_path / "forged")).call("score", x=X)
-    both = dataclasses.replace(forged, targets=(one, forged.targets[1]))
-    for at, found in (
-        ("both", both),
-        ("other", dataclasses.replace(forged, targets=(forged.targets[0], other))),
-    ):
+    (first, second), (bad_first, bad_second) = chunks_recipe.targets, forged.targets
+    for at, targets in (("second", (first, bad_second)), ("first", (bad_first, second))):
+        path = dataclasses.replace(forged, targets=targets).write(tmp_path / at)
         with pytest.raises(RejectError, match=r"bytes 0 to 65535: expected blake3 0{64}, found "):
-            audit(found.write(tmp_path / at), lambda *_: None)
-
-
-def forged_first(chunks):
-    return dataclasses.replace(chunks, digests=("0" * 64, *chunks.digests[1:]))
+            audited(path)
 
 
 def test_a_receipt_of_chunks_is_none_for_the_file(chunks_recipe, content, tmp_path, monkeypatch):
@@ -234,9 +233,7 @@ def test_a_receipt_of_chunks_is_none_for_the_file(chunks_recipe, content, tmp_pa
     assert Receipts(forged).digest_of(file) == digest_of(other) != f"sha256:{file.name}"
 
 
-# --- fs-verity: where the kernel verifies a file, its digest is compared, and the file is not hashed -----
-
-
+# fs-verity: where the kernel verifies a file, its digest is compared, and the file is not hashed.
 OTHER = f"sha256:{'0' * 64}"
 
 
@@ -247,11 +244,7 @@ def verity(content):
 
 @pytest.fixture
 def measured(monkeypatch):
-
-    def answer(digest):
-        monkeypatch.setattr(blobs, "measure", lambda _: digest)
-
-    return answer
+    return lambda digest: monkeypatch.setattr(blobs, "measure", lambda _: digest)
 
 
 def test_files_with_verity_are_not_hashed(path, content, verity, measured, monkeypatch, capsys):
@@ -283,33 +276,21 @@ def test_8_receipts_hide_no_other_digest(path, measured, monkeypatch, content, v
     load(path).call("score", x=X)
     assert load(path).start_report().receipt_bytes
     measured(OTHER)
-    for read in (
-        load,
-        lambda at: audit(at, lambda *_: None),
-    ):  # what `verify` accepts can be served
+    for read in (load, audited):  # what `verify` accepts can be served
         with pytest.raises(RejectError) as caught:
             read(path)
         assert caught.value.path == str(weights_of(path))
         assert f"expected the fs-verity digest {verity}, found {OTHER}" in str(caught.value)
     measured(verity)
-    assert audit(path, lambda *_: None).hashed_bytes > len(content)
+    assert audited(path).hashed_bytes > len(content)
     flip(weights_of(path), len(content) - 1)
     with pytest.raises(RejectError, match="expected blake3"):
-        audit(path, lambda *_: None)
+        audited(path)
 
 
-def test_any_error_of_the_kernel_means_no_digest(monkeypatch):
-    for code in (errno.ENOTTY, errno.ENODATA, errno.EPERM):
-        error = OSError(code, "")
-        monkeypatch.setattr(fcntl, "ioctl", mock.Mock(side_effect=error))
-        assert measure(0) is None
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "size", "expected"), [(1, 32, f"sha256:{'ab' * 32}"), (2, 64, None)]
-)
-def test_only_digests_by_sha256_are_compared(algorithm, size, expected, monkeypatch):
+def test_only_digests_by_sha256_are_compared_and_any_error_means_none(monkeypatch):
     """As the kernel writes them: struct fsverity_digest of linux/fsverity.h."""
+    algorithm, size = 1, 32
 
     def answer(_, request, buffer):
         assert request == (3 << 30 | 4 << 16 | ord("f") << 8 | 134)
@@ -318,7 +299,12 @@ def test_only_digests_by_sha256_are_compared(algorithm, size, expected, monkeypa
         return 0
 
     monkeypatch.setattr(fcntl, "ioctl", answer)
-    assert measure(0) == expected
+    assert measure(0) == f"sha256:{'ab' * 32}"
+    algorithm, size = 2, 64
+    assert measure(0) is None
+    for code in (errno.ENOTTY, errno.ENODATA, errno.EPERM):
+        monkeypatch.setattr(fcntl, "ioctl", mock.Mock(side_effect=OSError(code, "")))
+        assert measure(0) is None
 
 
 @pytest.mark.parametrize("matches", [True, False])
@@ -338,8 +324,8 @@ def test_a_load_reads_no_file_of_another_target(recipe, tmp_path, matches):
         for complaint in (file.name, "No such file")[: 1 if matches else 2]:
             assert load(path).call("tick") == 7
             with pytest.raises(RejectError, match=complaint) as caught:
-                audit(path, lambda *_: None)
+                audited(path)
             assert caught.value.path == str(file)
             file.unlink(missing_ok=True)
         file.write_bytes(content)
-    audit(path, lambda *_: None)
+    audited(path)

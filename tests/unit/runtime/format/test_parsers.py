@@ -14,8 +14,6 @@ from tests.campaigns.parser_fuzz import check
 from tests.campaigns.parsers import PARSERS, changed
 from tests.extent import examples
 
-EXAMPLES = examples(30, 60)
-
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_an_input_of_others_is_refused_in_our_own_words(name, tmp_path, monkeypatch):
@@ -31,7 +29,7 @@ def test_an_input_of_others_is_refused_in_our_own_words(name, tmp_path, monkeypa
             accepted += 1
     assert accepted
     generator = random.Random(name)
-    for number in range(EXAMPLES):
+    for number in range(examples(30, 60)):
         content = generator.choice(seeds)
         for _ in range(generator.randrange(1, 4)):
             content = changed(content, parser.form, generator) or content

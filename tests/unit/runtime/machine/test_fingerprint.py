@@ -20,7 +20,7 @@ from prejit.runtime.format.names import REQUIREMENT
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
-from prejit.runtime.machine.compare import compare
+from prejit.runtime.machine.compare import _RULES, compare
 from prejit.runtime.machine.fingerprint import (
     _AXIS_FORMS,
     CPU_FEATURES,
@@ -50,9 +50,6 @@ def test_mismatches_are_named_at_once_flag_by_flag():
     ]
     assert verdict.mismatches[2].found == "all but bmi2 gfni"
     assert verdict.reason().count("; ") == 3
-    # Joined by spaces, these two would look the same.
-    needs, machine = changed("cuda", "environment", (("A=1 B=2",), ("A=1", "B=2")))
-    assert not compare("t", needs, machine).matches
 
 
 def test_features_are_told_as_the_kernel_tells_them():
@@ -127,89 +124,27 @@ def test_what_is_no_fingerprint_says_how_to_get_one(content, tmp_path):
     assert "prejit fingerprint >" in (caught.value.hint or "")
 
 
-CPU = (
-    Requirement(
-        *("cpu", "x86_64", ("avx", "avx2"), "0.12.0"),
-        device_count=2,
-        xla_flags=("--xla_a=1",),
-        environment=(),
-        glibc="2.34",
-    ),
-    dataclasses.replace(MACHINE, xla_flags=("--xla_a=1",), glibc="2.36"),
-)
-L4 = {
-    "plugin": "jax-cuda13-pjrt 0.12.0",
-    "driver": "580.65.06",
-    "device_kind": "NVIDIA L4",
-    "compute_capability": "8.9",
-    "device_count": 2,
-    "device_memory_bytes": 10_000_000_000,
-    "environment": ("NVIDIA_TF32_OVERRIDE=0",),
-}
-V5 = {
-    "plugin": "libtpu 0.0.50",
-    "device_kind": "TPU v5 lite",
-    "device_count": 4,
-    "topology": "2x2",
-    "device_memory_bytes": 16_000_000_000,
-}
-CUDA = (
-    Requirement("cuda", "x86_64", (), "0.12.0", **L4, cuda="13.0", xla_flags=()),
-    dataclasses.replace(MACHINE, platform="cuda", cuda="13.0.96", **L4),
-)
-TPU = (
-    Requirement("tpu", "x86_64", (), "0.12.0", **V5, xla_flags=(), environment=()),
-    dataclasses.replace(MACHINE, platform="tpu", **V5),
-)
-BASES = {"cpu": CPU, "cuda": CUDA, "tpu": TPU}
-SAME = object()
-"""As in the base."""
 CASES = {
-    "cpu": {
-        "platform": ((SAME, SAME), (SAME, "tpu")),
-        "architecture": (("aarch64", "aarch64"), (SAME, "aarch64")),
-        "cpu_features": ((("avx",), ("amx-int8", "avx")), (SAME, ("avx", "sse2"))),
-        "jaxlib": (("0.12.0.1", "0.12.0.1"), (SAME, "0.12.0.1")),
-        "device_count": ((8, None), None),
-        "xla_flags": (((), ()), (SAME, ())),
-        "environment": ((("A=1",), ("A=1",)), (SAME, ("A=1",))),
-        "glibc": ((SAME, "2.100"), (SAME, "2.31")),
-    },
-    "cuda": {
-        "platform": ((SAME, SAME), (SAME, "tpu")),
-        "architecture": (("aarch64", "aarch64"), (SAME, "aarch64")),
-        "cpu_features": ((SAME, ()), (("avx512f",), SAME)),
-        "jaxlib": (("0.11.2", "0.11.2"), (SAME, "0.12")),
-        "plugin": (("any 1.0", "any 1.0"), (SAME, "jax-cuda12-pjrt 0.12.0")),
-        "cuda": ((SAME, "13.1"), (SAME, "12.9.79")),
-        "driver": ((SAME, "1000.1"), (SAME, "580.65.05")),
-        "device_kind": ((SAME, "NVIDIA L40S"), None),
-        "compute_capability": (("12.0", "12.0"), (SAME, "9.0")),
-        "device_count": ((SAME, 8), (SAME, 1)),
-        "device_memory_bytes": ((SAME, 10_000_000_001), (SAME, 9_999_999_999)),
-        "xla_flags": ((("--xla_a=1",), ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
-        "environment": (((), ()), (SAME, ())),
-    },
-    "tpu": {
-        "platform": ((SAME, SAME), (SAME, "cpu")),
-        "architecture": (("aarch64", "aarch64"), ("aarch64", SAME)),
-        "cpu_features": ((SAME, ()), (("avx512f",), SAME)),
-        "jaxlib": (("0.11.2", "0.11.2"), (SAME, "0.11.2")),
-        "plugin": (("libtpu 0.0.51", "libtpu 0.0.51"), (SAME, "libtpu 0.0.51")),
-        "device_kind": (("TPU v6 lite", "TPU v6 lite"), (SAME, "TPU v6 lite")),
-        "device_count": ((1, SAME), (SAME, 1)),
-        "topology": (("2x4", "2x4"), (SAME, "4x1")),
-        "device_memory_bytes": ((None, None), (SAME, None)),
-        "xla_flags": ((None, ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
-        "environment": ((None, ("A=1",)), (SAME, ("LIBTPU_INIT_ARGS=--a --b",))),
-    },
+    "platform": ("tpu", ["tpu"], ["cpu", "cuda"]),
+    "architecture": ("x86_64", ["x86_64"], ["aarch64"]),
+    "cpu_features": (("avx", "avx2"), [("amx-int8", "avx", "avx2")], [("avx", "sse2"), ()]),
+    "jaxlib": ("0.12.0", ["0.12.0"], ["0.12", "0.12.0.1"]),
+    "plugin": ("libtpu 0.0.50", ["libtpu 0.0.50"], ["libtpu 0.0.51", None]),
+    "cuda": ("13.0", ["13", "13.0.96", "13.2.1"], ["14.0", "12.9.79", None]),
+    "driver": ("580.65.06", ["580.65.06", "1000.1", "9" * 5000], ["580.65.05", "580.9.1", None]),
+    "device_kind": ("TPU v5 lite", ["TPU v5 lite"], ["TPU v6 lite", None]),
+    "compute_capability": ("8.9", ["8.9"], ["9.0", None]),
+    "device_count": (2, [2, 8], [1, None]),
+    "topology": ("2x2", ["2x2"], ["4x1", None]),
+    "device_memory_bytes": (10**10, [10**10, 10**10 + 1], [10**10 - 1, None]),
+    "xla_flags": (("--xla_a=1",), [("--xla_a=1",)], [(), ("--xla_a=1", "--xla_b=1")]),
+    "environment": (("A=1 B=2",), [("A=1 B=2",)], [("A=1", "B=2"), ()]),
+    "glibc": ("2.34", ["2.34", "2.100"], ["2.31", None]),
 }
-"""Axes, each with (what is needed, what the machine has) that fits, and that falls back, if anything can."""
-ELSEWHERE = {
-    **{"plugin": "any 1.0", "cuda": "12.0", "driver": "1", "device_kind": "NVIDIA L4"},
-    **{"compute_capability": "7.5", "topology": "2x2", "device_memory_bytes": 1, "glibc": "2.17"},
-}
-"""Values that a machine may have where the requirement says nothing of them."""
+"""Axes, each with what is needed, values of machines that fit, and those that fall back."""
+AXES = [field.name for field in dataclasses.fields(Requirement)]
+ASKING = Requirement(**{field: needed for field, (needed, *_) in CASES.items()})
+FITTING = dataclasses.replace(MACHINE, **{field: fits[0] for field, (_, fits, _) in CASES.items()})
 REFUSED = {
     # JSON values that nothing could mean
     "platform": ["CPU", "", "c p u", 1],
@@ -228,62 +163,60 @@ REFUSED = {
     "environment": [["a=1"], ["A"], ["=1"], ["A=1\nB=2"]],
     "glibc": ["2", "", "glibc 2.36", "2.36 ", 2],
 }
-AXES = [field.name for field in dataclasses.fields(Requirement)]
 
 
-def changed(platform, field, change):
-    needs, machine = BASES[platform]
-    needed, found = change
-    if needed is not SAME:
-        needs = dataclasses.replace(needs, **{field: needed})
-    if found is not SAME:
-        machine = dataclasses.replace(machine, **{field: found})
-    return needs, machine
-
-
-def axis_of(field):
-    """The name in a verdict; the unit is in the values."""
-    return field.removesuffix("_bytes")
+def compared(**changes):
+    """Return the verdict where axes have other values, each with what is needed and found."""
+    needs = dataclasses.replace(ASKING, **{axis: needed for axis, (needed, _) in changes.items()})
+    machine = dataclasses.replace(FITTING, **{axis: found for axis, (_, found) in changes.items()})
+    return compare("t", needs, machine)
 
 
 def test_no_axis_is_forgotten():
     """A field that is added to Requirement needs a rule, a form, a place in Fingerprint and cases here."""
-    assert list(REFUSED) == AXES
-    assert all({*cases, *ELSEWHERE} == {*AXES} for cases in CASES.values())
-    assert list(_AXIS_FORMS) == AXES
+    assert list(CASES) == list(REFUSED) == list(_AXIS_FORMS) == AXES
     assert set(AXES) <= {field.name for field in dataclasses.fields(Fingerprint)}
-    seen = {
-        axis.name for needs, machine in BASES.values() for axis in compare("t", needs, machine).axes
-    }
-    assert seen == set(map(axis_of, AXES))
+    assert [axis.name for axis in compared().axes] == [
+        field.removesuffix("_bytes") for field in _RULES
+    ]
+    assert set(_RULES) == set(AXES)
 
 
 @pytest.mark.parametrize("field", AXES)
-@pytest.mark.parametrize("platform", BASES)
-def test_what_fits_is_not_turned_away_and_what_does_not_falls_back(platform, field):
-    fits, falls_back = CASES[platform].get(field, ((SAME, ELSEWHERE.get(field)), None))
-    assert compare("t", *BASES[platform]).matches
-    needs, machine = changed(platform, field, fits)
-    verdict = compare("t", needs, machine)
-    assert verdict.matches, verdict.reason()
-    told = axis_of(field) in {axis.name for axis in verdict.axes}
-    assert told == (getattr(needs, field) is not None)
-    if falls_back is None:
-        return
-    verdict = compare("t", *changed(platform, field, falls_back))
-    [axis] = verdict.mismatches
-    assert axis.name == axis_of(field)
-    assert axis.needed != axis.found, "both sides must show what differs"
-    assert verdict.reason() == f"{axis.name}: needs {axis.needed}, found {axis.found}"
+def test_what_fits_is_not_turned_away_and_what_does_not_falls_back(field):
+    needed, fits, falls_back = CASES[field]
+    name = field.removesuffix("_bytes")  # the unit is in the values
+    for found in fits:
+        assert compared(**{field: (needed, found)}).matches, found
+    for found in falls_back:
+        verdict = compared(**{field: (needed, found)})
+        [axis] = verdict.mismatches
+        assert axis.name == name
+        assert axis.needed != axis.found, "both sides must show what differs"
+        assert verdict.reason() == f"{name}: needs {axis.needed}, found {axis.found}"
+        if Requirement.__dataclass_fields__[field].default is None:  # it may say nothing of it
+            verdict = compared(**{field: (None, found)})
+            assert verdict.matches
+            assert name not in {axis.name for axis in verdict.axes}
+
+
+def test_platforms_differ_and_numbers_have_any_length():
+    gpu, cpu = {"platform": ("cuda", "cuda")}, {"platform": ("cpu", "cpu")}
+    assert compared(**gpu, device_kind=("NVIDIA L4", "NVIDIA L40S")).matches
+    assert not compared(**gpu, device_count=(2, 1)).matches
+    assert compared(**cpu, device_count=(8, None)).matches  # virtual devices
+    assert compared(driver=("0" * 5000 + "580", "580")).matches
+    assert compared(driver=("580", "580.1")).matches
+    assert compared(xla_flags=((), ()), cpu_features=((), ())).matches
+    assert not compared(xla_flags=((), ("--xla_a=1",))).matches
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_an_axis_without_meaning_is_rejected(field, recipe, tmp_path):
     """It never falls back: who wrote it did not write a bundle. A saved fingerprint is held to the same."""
     path = recipe.only("cpu-host").write(tmp_path / "bundle")
-    index = from_json(Index, index_file(path).read_bytes(), "")
-    [descriptor] = index.manifests
-    annotations = descriptor.annotations or {}
+    [descriptor] = from_json(Index, index_file(path).read_bytes(), "").manifests
+    annotations = descriptor.annotations
     needs, machine = json.loads(annotations[REQUIREMENT]), json.loads(to_json(MACHINE))
     saved = tmp_path / "machine.json"
     for value in REFUSED[field]:
@@ -295,23 +228,6 @@ def test_an_axis_without_meaning_is_rejected(field, recipe, tmp_path):
             with pytest.raises(RejectError, match=rf"\b{field}\b.*: expected") as caught:
                 Fingerprint.read(at) if at == saved else targets_of(path, MACHINE)
             assert caught.value.path == str(at)
-
-
-@pytest.mark.parametrize(
-    ("axis", "needed", "found", "fits"),
-    [
-        *(("cuda", SAME, found, True) for found in ("13", "13.0", "13.2.1")),
-        *(("cuda", SAME, found, False) for found in ("14.0", "12.9")),
-        ("driver", "580.65.06", "580.9.1", False),
-        ("driver", "580.65.06", None, False),
-        ("driver", "580", "9" * 5000, True),
-        ("driver", "0" * 5000 + "580", "580", True),
-    ],
-)
-def test_versions_are_numbers(axis, needed, found, fits):
-    """CUDA is compatible within a major version."""
-    needs, machine = changed("cuda", axis, (needed, found))
-    assert compare("t", needs, machine).matches == fits
 
 
 def test_flags_are_in_the_fingerprint_but_those_that_change_nothing(monkeypatch, tmp_path):
@@ -360,20 +276,21 @@ def test_the_target_that_uses_most_or_is_tuned_for_the_device_goes_first(recipe,
     assert caught.value.exit_code == 3
     assert "[[target]]" in (caught.value.hint or "")
     kinds = {"cpu-host": "NVIDIA L40S", "cpu-x86-64-v3": "NVIDIA L4"}
-    features = {"cpu-host": ("avx", "avx2"), "cpu-x86-64-v3": ()}
 
-    def change(config):
-        told = {"device_kind": kinds[config.target], "cpu_features": features[config.target]}
-        return dataclasses.replace(config, requirement=dataclasses.replace(CUDA[0], **told))
+    def order(kind, **features):
+        def change(config):
+            told = {"device_kind": kinds[config.target], "cpu_features": ()}
+            if config.target == "cpu-host":
+                told |= features
+            needs = dataclasses.replace(ASKING, platform="cuda", **told)
+            return dataclasses.replace(config, requirement=needs)
 
-    def order(kind):
-        machine = dataclasses.replace(CUDA[1], device_kind=kind)
-        return [name for name, matches in targets_of(path, machine) if matches]
+        machine = dataclasses.replace(FITTING, platform="cuda", device_kind=kind)
+        found = targets_of(recipe.configured(change).write(tmp_path / "kinds"), machine)
+        return [name for name, matches in found if matches]
 
-    path = recipe.configured(change).write(tmp_path / "kinds")
-    assert order("NVIDIA L4") == ["cpu-x86-64-v3", "cpu-host"]
+    both = ("avx", "avx2")
+    assert order("NVIDIA L4", cpu_features=both) == ["cpu-x86-64-v3", "cpu-host"]
     for kind in ("NVIDIA L40S", "NVIDIA RTX 4000"):
-        assert order(kind) == ["cpu-host", "cpu-x86-64-v3"]
-    features["cpu-host"] = ()
-    path = recipe.configured(change).write(tmp_path / "equal")
+        assert order(kind, cpu_features=both) == ["cpu-host", "cpu-x86-64-v3"]
     assert order("NVIDIA RTX 4000") == ["cpu-host", "cpu-x86-64-v3"], "as listed"

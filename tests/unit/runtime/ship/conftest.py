@@ -2,6 +2,7 @@
 
 import pytest
 from tests.fake_registry import fake_registry
+from tests.http_serving import QuietHandler, serving
 from tests.layouts import GOLDEN
 
 from prejit.runtime.base import process_facts
@@ -13,6 +14,19 @@ from prejit.runtime.ship.shipping import ship
 
 def moved(source, target, *targets, form=""):
     return ship(parse_reference(str(source)), parse_reference(str(target)), targets, form=form)
+
+
+def answering(reply, *where):
+    """Serve: `reply` gets the handler of each request."""
+
+    class Answering(QuietHandler):
+        def answer(self):
+            self.content()
+            reply(self)
+
+        do_GET = do_PUT = do_HEAD = do_POST = answer
+
+    return serving(Answering, *where)
 
 
 @pytest.fixture(autouse=True)

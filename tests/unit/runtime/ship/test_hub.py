@@ -4,12 +4,11 @@ The hub here keeps to its rules: a file of a revision is redirected to another h
 """
 
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
-from tests.http_serving import QuietHandler, serving
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
@@ -20,70 +19,55 @@ from prejit.runtime.ship import object_repository
 from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
-from .conftest import GOLDEN, moved
-
-
-@dataclass
-class Hub:
-    """A hub with files by owner, repository and revision, its token, and how many answers are cut.
-
-    Of each request to it, and to the host of its files: the path, the range and the authorization.
-    """
-
-    root: Path
-    token: str = ""
-    cuts: int = 0
-    asked: list[tuple[str, str, str]] = field(default_factory=list)
-    stored: list[tuple[str, str, str]] = field(default_factory=list)
+from .conftest import GOLDEN, answering, moved
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    state = Hub(tmp_path / "hub")
+    """A hub: its token, how many answers it cuts, and what it and the host of its files were asked for.
+
+    Each request has its path, range and authorization.
+    """
+    state = SimpleNamespace(root=tmp_path / "hub", token="", cuts=0, asked=[], stored=[])
     for revision in ("main", "v1"):
         shutil.copytree(GOLDEN / "call", state.root / "me" / "demo" / revision / "bundle")
 
-    class Files(QuietHandler):
-        def do_GET(self):
-            wanted = self.headers.get("range", "")
-            state.stored.append((self.path, wanted, self.headers.get("authorization", "")))
-            start = int(wanted.removeprefix("bytes=").removesuffix("-") or 0)
-            file = state.root / self.path.lstrip("/")
-            part = file.read_bytes()[start:]
-            whole = f"bytes {start}-{start + len(part) - 1}/{start + len(part)}"
-            status, headers = (206, {"content_range": whole}) if wanted else (200, {})
-            if state.cuts and "/blobs/" in self.path and len(part) > 1000:
-                state.cuts -= 1
-                self.send_response(status)
-                self.send_header("content-length", str(len(part)))
-                for name, value in headers.items():
-                    self.send_header(name.replace("_", "-"), value)
-                self.end_headers()
-                self.wfile.write(part[: len(part) // 2])
-                self.close_connection = True
-                return
-            self.reply(status, part, **headers)
+    def note(requests, handler):
+        wanted, who = (handler.headers.get(name, "") for name in ("range", "authorization"))
+        requests.append((handler.path, wanted, who))
+        return wanted, who
 
-        do_HEAD = do_GET
+    def send(handler):
+        wanted, _ = note(state.stored, handler)
+        start = int(wanted.removeprefix("bytes=").removesuffix("-") or 0)
+        content = (state.root / handler.path.lstrip("/")).read_bytes()
+        part, status = content[start:], 206 if wanted else 200
+        whole = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if not (state.cuts and "/blobs/" in handler.path and len(part) > 1000):
+            handler.reply(status, part, content_range=whole)
+            return
+        state.cuts -= 1
+        handler.send_response(status)
+        handler.send_header("content-length", str(len(part)))
+        handler.send_header("content-range", whole)
+        handler.end_headers()
+        handler.wfile.write(part[: len(part) // 2])
+        handler.close_connection = True
 
-    with serving(Files, "127.0.0.2") as elsewhere:
+    with answering(send, "127.0.0.2") as elsewhere:
 
-        class Resolving(QuietHandler):
-            def do_GET(self):
-                authorization = self.headers.get("authorization", "")
-                state.asked.append((self.path, self.headers.get("range", ""), authorization))
-                owner, name, _, revision, *path = self.path.strip("/").split("/")
-                file = Path(owner, name, revision, *path)
-                if state.token and authorization != f"Bearer {state.token}":
-                    self.reply(401, x_error_code="RepoNotFound")
-                elif not (state.root / file).is_file():
-                    self.reply(404, x_error_code="EntryNotFound")
-                else:
-                    self.reply(302, location=f"http://{elsewhere}/{file}")
+        def resolve(handler):
+            _, who = note(state.asked, handler)
+            owner, name, _, revision, *path = handler.path.strip("/").split("/")
+            file = Path(owner, name, revision, *path)
+            if state.token and who != f"Bearer {state.token}":
+                handler.reply(401, x_error_code="RepoNotFound")
+            elif not (state.root / file).is_file():
+                handler.reply(404, x_error_code="EntryNotFound")
+            else:
+                handler.reply(302, location=f"http://{elsewhere}/{file}")
 
-            do_HEAD = do_GET
-
-        with serving(Resolving) as host:
+        with answering(resolve) as host:
             monkeypatch.setattr(constants, "ENDPOINT", f"http://{host}")
             monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
             monkeypatch.delenv("HF_TOKEN", raising=False)

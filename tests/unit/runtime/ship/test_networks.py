@@ -11,7 +11,6 @@ import urllib.request
 import pytest
 import trustme
 from tests.fake_registry import fake_registry
-from tests.http_serving import QuietHandler, serving
 from tests.layouts import GOLDEN
 
 from prejit.runtime.errors import StoreError
@@ -19,7 +18,7 @@ from prejit.runtime.ship import registry_login
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_login import find_login
 
-from .conftest import moved
+from .conftest import answering, moved
 
 CALL = GOLDEN / "call"
 VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
@@ -33,20 +32,17 @@ def plain(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
 
 
-class Files(QuietHandler):
-    def do_GET(self):
-        file = CALL / self.path.removeprefix("/call/")
-        found = file.is_file()
-        self.reply(200 if found else 404, file.read_bytes() if found else b"")
-
-    do_HEAD = do_GET
+def send_file(handler):
+    file = CALL / handler.path.removeprefix("/call/")
+    found = file.is_file()
+    handler.reply(200 if found else 404, file.read_bytes() if found else b"")
 
 
 def test_a_certificate_of_a_private_ca(tmp_path, monkeypatch):
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.2").configure_cert(context)
-    with serving(Files, "127.0.0.2", context) as host:
+    with answering(send_file, "127.0.0.2", context) as host:
         at = parse_reference(f"https://{host}/call")
         with pytest.raises(StoreError, match=r"(?i)certificate") as raised:
             moved(at, tmp_path / "refused")
@@ -58,28 +54,25 @@ def test_a_certificate_of_a_private_ca(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", ["oci://inside.example/call:v1", "http://inside.example/call"])
 def test_a_place_behind_proxies(place, tmp_path, monkeypatch):
-    seen = []
-    with fake_registry() as registry, serving(Files) as files:
+    seen, direct = [], urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with fake_registry() as registry, answering(send_file) as files:
         inside = registry.host if place.startswith("oci") else files
         moved(CALL, f"oci://{registry.host}/call:v1")
 
-        class Proxy(QuietHandler):
-            def do_GET(self):
-                seen.append(self.path)
-                url = self.path.replace("inside.example", inside)
-                asked = urllib.request.Request(url, headers=dict(self.headers), method=self.command)
-                try:
-                    with direct.open(asked) as answer:
-                        kind = answer.headers.get("content-type", "")
-                        self.reply(answer.status, answer.read(), content_type=kind)
-                except urllib.error.HTTPError as error:
-                    self.reply(error.code)
-                    error.close()
+        def pass_on(handler):
+            seen.append(handler.path)
+            url = handler.path.replace("inside.example", inside)
+            headers = dict(handler.headers)
+            asked = urllib.request.Request(url, headers=headers, method=handler.command)
+            try:
+                with direct.open(asked) as answer:
+                    kind = answer.headers.get("content-type", "")
+                    handler.reply(answer.status, answer.read(), content_type=kind)
+            except urllib.error.HTTPError as error:
+                handler.reply(error.code)
+                error.close()
 
-            do_HEAD = do_GET
-
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with serving(Proxy) as host:
+        with answering(pass_on) as host:
             monkeypatch.setenv("PREJIT_PLAIN_HTTP", "inside.example")
             for name in ("http_proxy", "HTTP_PROXY"):
                 monkeypatch.setenv(name, f"http://{host}")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from tests.fake_registry import fake_registry
-from tests.http_serving import QuietHandler, serving
 from tests.ports import free_port
 from tests.store_servers import google_settings
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_store
@@ -19,26 +18,13 @@ from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
 from prejit.runtime.ship.shipping import open_repository
 
-from .conftest import GOLDEN, moved
+from .conftest import GOLDEN, answering, moved
 
 
 def push(place):
     with pytest.raises((StoreError, UsageError)) as raised:
         moved(GOLDEN / "call", place)
     return f"{raised.value} {raised.value.hint}"
-
-
-def answering(reply):
-    """A server that gives this reply to each request."""
-
-    class Answering(QuietHandler):
-        def answer(self):
-            self.content()
-            reply(self)
-
-        do_GET = do_PUT = do_HEAD = do_POST = answer
-
-    return serving(Answering)
 
 
 @pytest.fixture

@@ -84,12 +84,10 @@ def test_a_release_is_accepted_from_a_minimum_on_until_it_expires():
     assert refused(trusted("a"), release(1), revoked=revoked) == "channel-signature"
 
 
-@pytest.mark.parametrize(
-    ("threshold", "by"), [(1, ["stranger"]), (2, ["a"]), (2, ["a", "a"]), (2, ["a", "stranger"])]
-)
-def test_too_few_signers_are_refused(threshold, by):
-    last = trusted("a", "b", threshold=threshold)
-    assert refused(last, release(1, by=by)) == "channel-signature"
+def test_too_few_signers_are_refused():
+    for threshold, *by in ((1, "stranger"), (2, "a"), (2, "a", "a"), (2, "a", "stranger")):
+        last = trusted("a", "b", threshold=threshold)
+        assert refused(last, release(1, by=by)) == "channel-signature"
     enough = trusted("a", "b", "c", threshold=2)
     assert run(enough, release(1, by=["c", "a"])).release.version == 1
 
@@ -137,36 +135,37 @@ def test_old_and_stolen_keys_neither_sign_nor_block():
 @pytest.mark.parametrize(
     ("case", "change"),
     [
-        ("channel-version", lambda p: p.update(version=-1)),
-        ("channel-version", lambda p: p.update(version=1 << 53)),
-        ("channel-version", lambda p: p.pop("version")),
-        ("channel-expires", lambda p: p.update(expires="tomorrow")),
-        ("channel-expires", lambda p: p.update(expires="2027-01-01T00:00:00+01:00")),
-        ("channel-release", lambda p: p.update(bundle=None)),
-        ("channel-name", lambda p: p.pop("channel")),
+        ("channel-version", {"version": -1}),
+        ("channel-version", {"version": 1 << 53}),
+        ("channel-version", {"version": None}),
+        ("channel-expires", {"expires": "tomorrow"}),
+        ("channel-expires", {"expires": "2027-01-01T00:00:00+01:00"}),
+        ("channel-release", {"bundle": None}),
+        ("channel-name", {"channel": None}),
     ],
 )
 def test_a_release_that_is_signed_and_wrong_is_refused(case, change):
     found = json.loads(release(1).payload)
-    change(found["predicate"])
+    found["predicate"] |= change
     assert refused(trusted("a"), signed(json.dumps(found).encode(), ["a"])) == case
+    for key in [key for key, value in change.items() if value is None]:
+        del found["predicate"][key]
+        assert refused(trusted("a"), signed(json.dumps(found).encode(), ["a"])) == case
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: p.update(keys=[]),
-        lambda p: p.update(keys=["no key"]),
-        lambda p: p.update(keys=p["keys"] * 2),
-        lambda p: p.update(threshold=0),
-        lambda p: p.update(keys=p["keys"] * 20),
-    ],
-)
-def test_keys_that_are_signed_and_wrong_are_refused(change):
+def test_keys_that_are_signed_and_wrong_are_refused():
     found = json.loads(rotation(1, ["b"], by=["a", "b"]).payload)
-    change(found["predicate"])
-    turn = signed(json.dumps(found).encode(), ["a", "b"])
-    assert refused(trusted("a"), release(1, by=["b"], keys=1), turn) == "channel-keys"
+    keys = found["predicate"]["keys"]
+    for change in (
+        *({"keys": []}, {"keys": ["no key"]}, {"keys": keys * 2}, {"keys": keys * 20}),
+        {"threshold": 0},
+    ):
+        wrong = json.dumps({**found, "predicate": found["predicate"] | change}).encode()
+        turn = signed(wrong, ["a", "b"])
+        assert refused(trusted("a"), release(1, by=["b"], keys=1), turn) == "channel-keys"
+
+
+TYPE = b'{"mediaType":"application/vnd.prejit.channel.v1+json"'
 
 
 @pytest.mark.parametrize(
@@ -174,14 +173,9 @@ def test_keys_that_are_signed_and_wrong_are_refused(change):
     [
         (b"", "channel-json"),
         (b"{}", "channel-type"),
-        (b'{"mediaType":"application/vnd.prejit.channel.v1+json"}', "channel-keys"),
-        (b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":[1]}', "envelope"),
-        (
-            b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":['
-            + b"0," * 256
-            + b"0]}",
-            "channel-keys",
-        ),
+        (TYPE + b"}", "channel-keys"),
+        (TYPE + b',"keys":[1]}', "envelope"),
+        (TYPE + b',"keys":[' + b"0," * 256 + b"0]}", "channel-keys"),
         (b" " * (5 << 20), "channel-json-size"),
     ],
 )
@@ -212,31 +206,29 @@ def test_what_was_accepted_is_read_again_and_a_state_must_be_kept(state, tmp_pat
         pass
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"keys":["\\ud800"]}', b"\xff"])
-def test_a_damaged_state_is_an_error_and_no_first_time(state, damage):
-    with state.locked():
-        state.write(trusted("a"))
-    state.path.write_bytes(damage)
-    with pytest.raises(PolicyError, match="state of a channel"):
-        state.read()
+def test_a_damaged_state_or_mark_is_an_error_and_no_first_time(state):
+    for damage in (b"", b"{}", b'{"keys":["\\ud800"]}', b"\xff"):
+        with state.locked():
+            state.write(trusted("a"))
+        state.path.write_bytes(damage)
+        with pytest.raises(PolicyError, match="state of a channel"):
+            state.read()
     with state.locked():
         state.write(trusted("a"))
     state.path.chmod(0o666)
     with pytest.raises(PolicyError, match="others may write"):
         state.read()
-
-
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"keys_version": "1"}'])
-def test_a_damaged_mark_is_an_error_and_no_first_time(state, damage):
+    state.path.unlink()
     mark = KeyMark(1, OLD, 1, 3, NEW)
     with state.locked():
         assert state.mark("1" * 64) == KeyMark()
         state.write_mark("1" * 64, mark)
         assert state.mark("1" * 64) == mark
     [path] = state.path.parent.glob("*.json")
-    path.write_bytes(damage)
-    with pytest.raises(PolicyError, match="state of a channel"):
-        state.mark("1" * 64)
+    for damage in (b"", b"[]", b'{"keys_version": "1"}'):
+        path.write_bytes(damage)
+        with pytest.raises(PolicyError, match="state of a channel"):
+            state.mark("1" * 64)
 
 
 def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(state, monkeypatch):

@@ -1,4 +1,7 @@
-"""Nothing of a bundle is loaded before every policy allows it, however the bundle came there."""
+"""Nothing of a bundle is loaded before every policy allows it, however the bundle came there.
+
+A policy can demand a signed provenance, with builder, source and materials, and a signed list of parts.
+"""
 
 import json
 import shutil
@@ -12,14 +15,18 @@ from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.channels import release_bundle, rotate_keys
 from prejit.runtime import load
+from prejit.runtime.__main__ import main
 from prejit.runtime.base import process_facts
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PolicyError, RejectError, UntrustedError, UntrustedWarning
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
+from prejit.runtime.format.names import PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.recorded.recorded_bundle import open_recorded
+from prejit.runtime.trust.decision import Description, _why_not_built_so, missing_descriptions
+from prejit.runtime.trust.policy import ProvenanceRule, Rule, TrustedKey
+from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE, SignedSubject, Statement
 
 X = np.ones((2, 16), np.float32)
 KEYS = key_table("a") + key_table("b")
@@ -49,6 +56,14 @@ def released(file, bundle, key="a"):
     return release_bundle(file, bundle, "stable", [signer(key)], 1)
 
 
+def rotated(file, to, *by):
+    """Rotate the keys of a channel."""
+    for name in to:
+        file.with_name(name).write_text(signer(name).public.pem)
+    keys = [file.with_name(name) for name in to]
+    rotate_keys(file, "stable", keys, 1, [signer(name) for name in by], 1)
+
+
 def entries(bundle):
     return json.loads((bundle / "index.json").read_bytes())["manifests"]
 
@@ -60,17 +75,13 @@ def signatures(bundle, digest=None):
 
 def test_no_stripped_and_no_unsigned_bundle_is_opened(bundle_dir, policy):
     before = entries(bundle_dir)
-    with Layout(bundle_dir) as layout:
-        digest = read_root(layout).digest
     signed = sign(bundle_dir, signer("a"))
-    assert (signed.digest, signed.added) == (digest, 3)  # the index and two targets
+    assert (signed.digest, signed.added) == (subject_of(bundle_dir).digest, 3)  # and two targets
     runs(bundle_dir, policy)
     write_root(bundle_dir, before)
     assert case_of(bundle_dir, policy) == "unsigned"
-    with Layout(bundle_dir) as layout:
-        targets = read_root(layout).bundle.manifests
-    for target in targets:
-        manifest = json.loads(blob(bundle_dir, target.digest).read_bytes())
+    for target in index_of(bundle_dir)["manifests"]:
+        manifest = json.loads(blob(bundle_dir, target["digest"]).read_bytes())
         for at in (manifest["config"], *manifest["layers"]):
             blob(bundle_dir, at["digest"]).unlink(missing_ok=True)
     assert case_of(bundle_dir, policy) == "unsigned"
@@ -94,13 +105,12 @@ def test_no_policy_loosens_another_and_a_missing_one_is_an_error(bundle_dir, tmp
         load(bundle_dir)
 
 
-def test_audit_warns_and_runs(bundle_dir, tmp_path):
+def test_recorded_bundles_are_asked_about_and_audit_warns_and_runs(
+    bundle_dir, tmp_path, monkeypatch
+):
     audit = write_policy(tmp_path / "audit.toml", KEYS, rule('level = "audit"\nkeys = ["a"]'))
     with pytest.warns(UntrustedWarning, match=r"reports about target cpu-\S+ \(unsigned\)"):
         runs(bundle_dir, audit)
-
-
-def test_recorded_bundles_are_asked_about(tmp_path, monkeypatch):
     bundle = shutil.copytree(GOLDEN / "recorded", tmp_path / "recorded")
     name = index_of(bundle)["annotations"]["dev.prejit.name"]
     policy = write_policy(tmp_path / "t.toml", KEYS, rule(names=json.dumps([name])))
@@ -153,23 +163,20 @@ def test_a_damaged_signature_does_not_count_and_a_manifest_is_damage(bundle_dir,
     assert not isinstance(raised.value, UntrustedError)
 
 
-@pytest.mark.parametrize(
-    ("parts", "case"),
-    [
-        ([Part("text/plain", b"x")], "referrer-layers"),
-        ([Part(SIGNATURE_MEDIA_TYPE, b"x"), Part(SIGNATURE_MEDIA_TYPE, b"y")], "referrer-layers"),
-        ([Part(SIGNATURE_MEDIA_TYPE, b"x")], "bundle-json"),
-        ([Part(SIGNATURE_MEDIA_TYPE, bytes(2 << 20))], "bundle-json-size"),
-    ],
-)
-def test_what_is_attached_as_a_signature_and_is_none_is_ignored(parts, case, bundle_dir, policy):
-    subject = subject_of(bundle_dir)
+def test_what_is_attached_as_a_signature_and_is_none_is_ignored(bundle_dir, policy):
     signed = shutil.copytree(bundle_dir, bundle_dir.with_name("signed"))
     sign(signed, signer("a"))
-    for path in (bundle_dir, signed):
-        attach(path, subject, SIGNATURE_MEDIA_TYPE, parts, {})
-    assert case_of(bundle_dir, policy) == case
-    runs(signed, policy)
+    for case, *parts in (
+        ("referrer-layers", Part("text/plain", b"x")),
+        ("referrer-layers", Part(SIGNATURE_MEDIA_TYPE, b"x"), Part(SIGNATURE_MEDIA_TYPE, b"y")),
+        ("bundle-json", Part(SIGNATURE_MEDIA_TYPE, b"x")),
+        ("bundle-json-size", Part(SIGNATURE_MEDIA_TYPE, bytes(2 << 20))),
+    ):
+        copy = shutil.copytree(bundle_dir, bundle_dir.with_name(f"{len(parts)}-{case}"))
+        for path in (copy, signed):
+            attach(path, subject_of(path), SIGNATURE_MEDIA_TYPE, parts, {})
+        assert case_of(copy, policy) == case
+        runs(signed, policy)
 
 
 def test_signatures_without_end_are_not_all_read(bundle_dir, policy):
@@ -198,9 +205,9 @@ def test_a_channel_goes_forward_and_never_down(bundle_dir, make_recipe, tmp_path
     policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
     assert case_of(bundle_dir, policy) == "channel-missing"
     assert released(file, bundle_dir) == 1
+    first = file.read_bytes()
     runs(bundle_dir, policy)
     assert case_of(newer, policy) == "channel-other"
-    first = file.read_bytes()
     assert released(file, newer) == 2
     runs(newer, policy)
     assert case_of(bundle_dir, policy) == "channel-other"
@@ -225,14 +232,13 @@ def channel_policy(path, keys='["a"]', more=""):
     ("place", "keys"), [("moved/c10.toml", '["a"]'), ("trust.toml", '["b", "a"]')]
 )
 def test_a_policy_that_is_renamed_moved_or_edited_goes_not_back(bundle_dir, tmp_path, place, keys):
-    file, public = tmp_path / "stable.json", public_of("b", tmp_path)
+    file, contents = tmp_path / "stable.json", []
     policy = channel_policy(tmp_path / "trust.toml")
     other = channel_policy(tmp_path / place, keys)
-    contents = []
     for change in (
         lambda: released(file, bundle_dir),
         lambda: released(file, bundle_dir),
-        lambda: rotate_keys(file, "stable", [public], 1, [signer("a"), signer("b")], 1),
+        lambda: rotated(file, ["b"], "a", "b"),
         lambda: released(file, bundle_dir, "b"),
     ):
         change()
@@ -252,16 +258,12 @@ def test_a_policy_that_is_renamed_moved_or_edited_goes_not_back(bundle_dir, tmp_
 def test_a_stolen_key_rotates_nothing_under_a_renamed_one(bundle_dir, tmp_path):
     """The thief of the first key signs other keys of the version that the machine has accepted."""
     file = tmp_path / "stable.json"
-
-    def rotated(to):
-        rotate_keys(file, "stable", [public_of(to, tmp_path)], 1, [signer("a"), signer(to)], 1)
-
     released(file, bundle_dir)
     first = file.read_bytes()
-    rotated("b")
+    rotated(file, ["b"], "a", "b")
     runs(bundle_dir, channel_policy(tmp_path / "trust.toml"))
     file.write_bytes(first)
-    rotated("thief")
+    rotated(file, ["thief"], "a", "thief")
     for _ in range(3):
         released(file, bundle_dir, "thief")
     assert case_of(bundle_dir, channel_policy(tmp_path / "c10.toml")) == "channel-two-keys"
@@ -272,30 +274,22 @@ def test_a_vendor_of_the_same_name_does_not_block(bundle_dir, tmp_path):
     for _ in range(3):
         released(file, bundle_dir, "b")
     # The other vendor names our key among its own, which does not make it ours.
-    keys = [public_of(name, tmp_path) for name in ("a", "b")]
-    rotate_keys(file, "stable", keys, 1, [signer("b")], 1)
+    rotated(file, ["a", "b"], "b")
     runs(bundle_dir, channel_policy(tmp_path / "theirs.toml", '["b"]'))
     file.unlink()
     released(file, bundle_dir)
     runs(bundle_dir, channel_policy(tmp_path / "ours.toml"))
 
 
-def public_of(name, directory):
-    path = directory / f"{name}.public"
-    path.write_text(signer(name).public.pem)
-    return path
-
-
 def test_edited_policies_count_and_damage_has_a_hint(bundle_dir, tmp_path):
-    policy = channel_policy(tmp_path / "trust.toml")
-    released(tmp_path / "stable.json", bundle_dir)
+    policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
+    released(file, bundle_dir)
     for keys, more in (('["a", "b"]', "threshold = 2"), ('["b"]', "")):
         channel_policy(policy)
         runs(bundle_dir, policy)
         channel_policy(policy, keys, more)
         assert case_of(bundle_dir, policy) == "channel-signature"
-    policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
-    released(file, bundle_dir)
+    channel_policy(policy)
     whole = file.read_text()
     for damaged in (whole[:-9], whole.replace('"sig":"', '"sig":"!'), "[]"):
         file.write_text(damaged)
@@ -308,31 +302,139 @@ def test_edited_policies_count_and_damage_has_a_hint(bundle_dir, tmp_path):
 def test_the_command_line_ends_with_status_5(bundle_dir, policy, tmp_path, ran, monkeypatch):
     np.save(tmp_path / "x.npy", X)
     call = ("call", bundle_dir, "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out")
-
-    def called(trust, *options, status=0):
-        with monkeypatch.context() as patch:
-            patch.setenv("PREJIT_TRUST", str(trust))  # --trust adds to it
-            return str(ran(*call, *options, status=status).err)
-
-    said = called("", "--trust", policy, status=5)
+    verify = ("verify", bundle_dir, "--trust")
+    said = ran(*call, "--trust", policy, status=5).err
     assert "error[untrusted]" in said
     assert "does not let target" in said
-    called(policy, status=5)
-    assert "error[policy]" in ran("verify", bundle_dir, "--trust", tmp_path / "gone", status=5).err
-    ran("verify", bundle_dir, "--trust", policy, status=5)
-    sign(bundle_dir, signer("a"))
-    called("", "--trust", policy)
-    found = json.loads(ran("verify", bundle_dir, "--trust", policy, "--json").out)
-    assert [each["signers"] for each in found["policy"]] == [["a"], ["a"]]
-    assert "lets it run, signed by a" in ran("verify", bundle_dir, "--trust", policy).out
-
-
-def test_verify_asks_every_policy_that_applies(bundle_dir, policy, tmp_path, ran, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("PREJIT_TRUST", str(policy))  # --trust adds to it
+        ran(*call, status=5)
+    assert "error[policy]" in ran(*verify, tmp_path / "gone", status=5).err
+    ran(*verify, policy, status=5)
     digest = sign(bundle_dir, signer("a")).digest
+    ran(*call, "--trust", policy)
+    assert "lets it run, signed by a" in ran(*verify, policy).out
     other = write_policy(tmp_path / "other.toml", KEYS, rule())
     monkeypatch.setenv("PREJIT_TRUST", str(other))
-    verify = ("verify", bundle_dir, "--trust", policy)
-    found = json.loads(ran(*verify, "--json").out)
-    assert {each["policy"] for each in found["policy"]} == {str(policy), str(other)}
+    found = json.loads(ran(*verify, policy, "--json").out)["policy"]
+    assert {each["policy"] for each in found} == {str(policy), str(other)}
+    assert [each["signers"] for each in found] == [["a"]] * 4
     write_policy(other, KEYS, rule(), f'[revoked]\ndigests = ["{digest}"]')
-    assert f"{other} does not let target" in ran(*verify, status=5).err
+    assert f"{other} does not let target" in ran(*verify, policy, status=5).err
+
+
+ANY = '[[rules]]\nnames = ["*"]\nkeys = ["a", "b"]\n'
+BOTH = "sbom = true\nprovenance = {}\n"
+
+
+@pytest.fixture
+def described(recipe, tmp_path):
+    return recipe.write_described(tmp_path / "described")
+
+
+@pytest.fixture
+def signed(described):
+    sign(described, signer("a"))
+    return described
+
+
+def demanded(bundle, *demands):
+    """Load under a policy that demands something. Return why that is refused; empty: it is not."""
+    policy = write_policy(bundle.with_name("trust.toml"), KEYS, ANY, *demands)
+    try:
+        load(bundle, trust=policy).close()
+    except UntrustedError as error:
+        assert main(["verify", str(bundle), "--trust", str(policy)]) == 5
+        return error.case
+    assert main(["verify", str(bundle), "--trust", str(policy)]) == 0
+    return ""
+
+
+def test_a_demand_is_compared_with_what_is_signed(signed):
+    for demand, case in (
+        (BOTH, ""),
+        ('provenance = { builder = "urn:prejit:*" }', ""),
+        ('provenance = { builder = "https://ci.example" }', "provenance"),
+        ('provenance = { materials = ["pkg:pypi/jax@*", "pkg:pypi/jaxlib@*"] }', ""),
+        ('provenance = { materials = ["pkg:pypi/jax@*", "sha256:0*"] }', "provenance"),
+        ('provenance = { source = ["hf:acme/*"] }', "provenance"),  # it has none
+        ("threshold = 2\nsbom = true", "threshold"),
+    ):
+        assert demanded(signed, demand) == case, demand
+
+
+def test_descriptions_that_nobody_of_the_rule_signed_do_not_count(described):
+    """They are attached, and whoever may write to the bundle can write them."""
+    assert demanded(described, BOTH) == "unsigned"
+    sign(described, signer("c"))
+    assert demanded(described, BOTH) == "unknown-key"
+    sign(described, signer("a"))
+    assert demanded(described, "threshold = 1", BOTH) == ""
+    assert demanded(described, "threshold = 2", BOTH) == "threshold"
+    sign(described, signer("b"))
+    assert demanded(described, "threshold = 2", BOTH) == ""
+
+
+def test_a_bundle_without_descriptions_is_let_in_or_with_later_ones_not(bundle_dir):
+    sign(bundle_dir, signer("a"))
+    assert demanded(bundle_dir) == ""
+    assert demanded(bundle_dir, "sbom = true") == "sbom"
+    assert demanded(bundle_dir, "provenance = {}") == "provenance"
+    parts = [Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX","specVersion":"1.6"}')]
+    attach(bundle_dir, subject_of(bundle_dir), PARTS_MEDIA_TYPE, parts, {})
+    sign(bundle_dir, signer("a"))
+    assert demanded(bundle_dir, "sbom = true") == ""
+
+
+def test_other_descriptions_count(signed, make_recipe, tmp_path):
+    other = make_recipe(name="other").write(tmp_path / "other")
+    sign(other, signer("a"))
+    with Layout(signed) as layout:
+        theirs = [at for at in read_root(layout).others if "sigstore" in str(at.artifactType)]
+    subject = subject_of(other)
+    for at in theirs:
+        [layer] = json.loads(blob(signed, at.digest).read_bytes())["layers"]
+        part = Part(layer["mediaType"], blob(signed, layer["digest"]).read_bytes())
+        attach(other, subject, layer["mediaType"], [part], {})
+    assert demanded(other, "sbom = true") == "sbom"
+    assert demanded(other, BOTH) == "provenance"
+
+
+def test_a_load_reads_no_descriptions_that_no_rule_demands(signed):
+    """A damaged list of parts is found by `prejit verify`, and by no load."""
+    for file in (signed / "blobs" / "sha256").iterdir():
+        if b"bomFormat" in file.read_bytes()[:100]:
+            file.write_bytes(b"damaged")
+    load(signed, trust=write_policy(signed.with_name("trust.toml"), KEYS, ANY)).close()
+
+
+HF, GIT = "hf://acme/model@0123", "git+https://example.com/acme"
+
+
+@pytest.mark.parametrize(
+    ("uris", "source", "complaint"),
+    [
+        ([HF], ("hf://acme/*",), ""),
+        ([HF, GIT], ("hf://acme/*",), "found 'git"),
+        (["pkg:pypi/jax@1"], ("*",), "found no material"),
+        ([HF, "pkg:pypi/jax@1"], ("hf:*",), ""),
+    ],
+)
+def test_every_source_must_be_of_the_rule(uris, source, complaint):
+    key = TrustedKey("a", signer("a").public)
+    rule = Rule(("*",), "strict", (key,), 1, provenance=ProvenanceRule("", source, ()))
+    predicate = {"buildDefinition": {"resolvedDependencies": [{"uri": uri} for uri in uris]}}
+    statement = Statement(PROVENANCE_PREDICATE, (SignedSubject(digest_of(b"")),), predicate)
+    found = [Description(statement, frozenset({key.id}))]
+    reasons = [reason.text for reason in missing_descriptions(rule, found, {key.id})]
+    assert len(reasons) == bool(complaint)
+    assert complaint in "".join(reasons)
+
+
+def test_a_material_without_a_digest_fits_no_pattern_of_digests():
+    rule = ProvenanceRule("", (), ("sha256:*",))
+    material = {"uri": "pkg:pypi/jax@0.10.2"}
+    predicate = {"buildDefinition": {"resolvedDependencies": [material]}}
+    assert _why_not_built_so(rule, predicate) is not None
+    material["digest"] = {"sha256": "0" * 64}
+    assert _why_not_built_so(rule, predicate) is None

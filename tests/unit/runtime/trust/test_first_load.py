@@ -94,37 +94,26 @@ def runs(bundle, policy):
         np.testing.assert_array_equal(loaded.call("scale", x=X), X * np.float32(2.5))
 
 
-@pytest.fixture
-def no_more_processes(monkeypatch):
-
-    def forbid():
-        monkeypatch.setattr(first_load, "CHILD_MODULE", "prejit.no_such_module")
-
-    return forbid
+def forbid_processes(monkeypatch):
+    monkeypatch.setattr(first_load, "CHILD_MODULE", "prejit.no_such_module")
 
 
-def test_a_crash_ends_the_child_and_is_kept(
-    crashing, policy, monkeypatch, no_more_processes, one_try
-):
-    for how, ending in (("abort", "SIGABRT"), ("write", "SIGSEGV")):
-        monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(policy.parent / how))
-        monkeypatch.setenv("TEST_FIRST_LOAD", how)
-        assert f"there the bundle ended the process by {ending}" in str(refused(crashing, policy))
-    no_more_processes()
-    monkeypatch.delenv("TEST_FIRST_LOAD")  # now it would not crash
-    assert "SIGSEGV" in str(refused(crashing, policy))
-
-
-def test_a_crash_is_forgotten_by_command(
+def test_a_crash_ends_the_child_and_is_kept_until_a_command_forgets_it(
     crashing, policy, monkeypatch, runtime_cache, capsys, one_try
 ):
-    monkeypatch.setenv("TEST_FIRST_LOAD", "abort")
-    hint = str(refused(crashing, policy).hint)
-    [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
-    assert str(kept) in hint
-    assert f"`prejit verify --forget {crashing}`" in hint
-    monkeypatch.delenv("TEST_FIRST_LOAD")
-    refused(crashing, policy)
+    for how, ending in (("write", "SIGSEGV"), ("abort", "SIGABRT")):
+        cache = runtime_cache / how
+        monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(cache))
+        monkeypatch.setenv("TEST_FIRST_LOAD", how)
+        found = refused(crashing, policy)
+        assert f"there the bundle ended the process by {ending}" in str(found)
+    [kept] = (cache / "first-loads" / "v1").iterdir()
+    assert str(kept) in str(found.hint)
+    assert f"`prejit verify --forget {crashing}`" in str(found.hint)
+    monkeypatch.delenv("TEST_FIRST_LOAD")  # now it would not crash
+    with monkeypatch.context() as patch:
+        forbid_processes(patch)
+        assert ending in str(refused(crashing, policy))
     assert main(["verify", "--forget", str(crashing)]) == 0
     assert not kept.exists()
     assert f"removed {kept}" in capsys.readouterr().out
@@ -161,13 +150,13 @@ def test_a_library_that_hangs_or_ends_quietly_is_refused(crashing, policy, monke
     assert time.monotonic() - started < 300  # it slept for 600
 
 
-def test_a_damaged_memory_of_it_is_not_believed(sound, policy, runtime_cache, no_more_processes):
+def test_a_damaged_memory_of_it_is_not_believed(sound, policy, runtime_cache, monkeypatch):
     policy = policy.rename(policy.with_name("a:b.toml"))  # also this name reaches the child
     runs(sound, policy)
     [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
     said = json.loads(kept.read_bytes())
     assert said["outcome"] == "loaded"
-    no_more_processes()
+    forbid_processes(monkeypatch)
     runs(sound, policy)  # a sound bundle is tried once on a machine
     of_another = json.dumps({**said, "key": digest_of(b"another bundle")}).encode()
     right = kept.read_bytes()
@@ -181,12 +170,10 @@ def test_a_damaged_memory_of_it_is_not_believed(sound, policy, runtime_cache, no
 def test_damage_and_xla_errors_keep_their_names(
     kernel_recipe, sound, policy, runtime_cache, tmp_path
 ):
-    content = kernel_recipe.content(KERNELS_MEDIA_TYPE)
-    unbound = kernel_recipe.with_content(KERNELS_MEDIA_TYPE, content + b"\0").configured(
-        lambda config: replace(
-            config, kernels=replace(config.kernels, digest=digest_of(content + b"\0"))
-        )
-    )
+    content = kernel_recipe.content(KERNELS_MEDIA_TYPE) + b"\0"
+    kernels = replace(kernel_recipe.targets[0].config.kernels, digest=digest_of(content))
+    unbound = kernel_recipe.with_content(KERNELS_MEDIA_TYPE, content)
+    unbound = unbound.configured(lambda config: replace(config, kernels=kernels))
     with pytest.raises(ExecutableError) as not_loaded:
         load(unbound.write(tmp_path / "unbound"), trust=policy)
     assert not_loaded.value.exit_code == 3
@@ -199,8 +186,8 @@ def test_damage_and_xla_errors_keep_their_names(
     assert not (runtime_cache / "first-loads").exists()  # neither is for ever
 
 
-def test_without_the_rule_no_process_is_started(sound, tmp_path, no_more_processes, monkeypatch):
-    no_more_processes()
+def test_without_the_rule_no_process_is_started(sound, tmp_path, monkeypatch):
+    forbid_processes(monkeypatch)
     runs(sound, None)
     runs(sound, write_policy(tmp_path / "plain.toml", RULE))
     runs(sound, write_policy(tmp_path / "direct.toml", RULE + 'first_load = "direct"'))
@@ -209,9 +196,6 @@ def test_without_the_rule_no_process_is_started(sound, tmp_path, no_more_process
     monkeypatch.setenv("PREJIT_TRUST", str(child))  # each policy can want it
     said = str(refused(sound, tmp_path / "plain.toml"))
     assert said.split(": ", 1)[1].startswith(f"{child} wants")
-
-
-def test_a_recorded_bundle_is_refused_where_its_first_load_would_not_be_tried(policy, monkeypatch):
-    monkeypatch.setenv("PREJIT_TRUST", str(policy))
+    # A recorded bundle is refused where its first load would not be tried.
     with pytest.raises(UntrustedError, match="recorded bundle are loaded by jax"):
         open_recorded(GOLDEN / "recorded")

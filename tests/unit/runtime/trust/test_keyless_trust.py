@@ -20,19 +20,15 @@ from prejit.runtime.trust.policy import parse_policy, read_policy
 from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE, SignedSubject, Statement
 
 INDEX, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64
-STATEMENTS = {
-    digest: encode_statement(each)
-    for digest, each in signature_statements(INDEX, [("cpu", MANIFEST)]).items()
-}
+SIGNED = signature_statements(INDEX, [("cpu", MANIFEST)])
+STATEMENTS = {digest: encode_statement(each) for digest, each in SIGNED.items()}
 SIGSTORE = FakeSigstore()
 OTHER = FakeSigstore()
 
 
-def identity(name="ci", who=IDENTITY, issuer=ISSUER, more=""):
-    return (
-        f'[identities.{name}]\nidentity = "{who}"\nissuer = "{issuer}"\n'
-        f'trusted_root = "root.json"\n{more}\n'
-    )
+def identity(name="ci", more=""):
+    who = f'identity = "{IDENTITY}"\nissuer = "{ISSUER}"\ntrusted_root = "root.json"'
+    return f"[identities.{name}]\n{who}\n{more}\n"
 
 
 RULE = '[[rules]]\nnames = ["demo"]\nidentities = ["ci"]\n'
@@ -171,22 +167,20 @@ WRONG = [
     (identity().replace("identity =", "who ="), None, "expected only identity"),
     (identity() + identity("b"), None, "expected another one than"),
     (identity("b"), None, "expected the name of an identity"),
-    (identity(), b"no", "trusted_root: expected sigstore's"),
-    (identity(), signer("a").public.pem.encode(), "trusted_root: expected sigstore's"),
+    *(
+        (identity(), root, "trusted_root: expected sigstore's")
+        for root in (
+            *(b"no", signer("a").public.pem.encode()),
+            *({**SIGSTORE.trusted_root(), key: []} for key in ("tlogs", "certificateAuthorities")),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize(("text", "root", "message"), WRONG)
-def test_a_wrong_policy_is_an_error(text, root, message):
+def test_a_wrong_policy_or_a_root_without_a_log_or_a_ca_is_an_error(text, root, message):
     with pytest.raises(PolicyError, match=message):
-        policy(text + RULE, root)
-
-
-@pytest.mark.parametrize("key", ["tlogs", "certificateAuthorities"])
-def test_a_root_without_a_log_or_a_ca_lets_nothing_run(key):
-    root = {**SIGSTORE.trusted_root(), key: []}
-    with pytest.raises(PolicyError, match="trusted_root: expected sigstore's"):
-        decided(SIGSTORE.sign(STATEMENTS[INDEX]), by=policy(root=root))
+        decided(SIGSTORE.sign(STATEMENTS[INDEX]), by=policy(text + RULE, root))
 
 
 def test_without_the_package_a_policy_with_identities_is_an_error(monkeypatch, tmp_path):
