@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from oras.layout.layout import Layout
 from tests.layouts import blob, index_of
-from tests.layouts import blobs_of as blob_files
 
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
@@ -154,41 +152,3 @@ def test_a_copy_is_checked_as_a_bundle_is(bundle_dir, make_recipe, tmp_path):
     copy_of(other, mixed, "cpu-x86-64-v3", others=named_in(mixed).values())
     with pytest.raises(RejectError, match=r"targets of one bundle, found \w+ of format"):
         load(mixed)
-
-
-with_skopeo = pytest.mark.skipif(
-    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
-)
-
-
-def skopeo(*arguments):
-    command = ["skopeo", "--insecure-policy", *arguments]
-    return subprocess.run(command, check=True, capture_output=True).stdout
-
-
-@with_skopeo
-@pytest.mark.parametrize("target", TARGETS)
-def test_skopeo_reads_and_copies_a_target_unchanged(target, bundle_dir, tmp_path):
-    source, copied = f"oci:{bundle_dir}:{target}", tmp_path / target
-    digest = sha256(skopeo("inspect", "--raw", source))
-    skopeo("copy", "--preserve-digests", source, f"oci:{copied}:{target}")
-    blobs = blobs_of(bundle_dir, target)
-    assert digest in blobs
-    for each in blobs:
-        assert blob(copied, each).read_bytes() == blob(bundle_dir, each).read_bytes()
-    assert (load(copied).target, load(copied).digest) == (target, digest)
-    assert main(["verify", str(copied)]) == 0
-
-
-@with_skopeo
-def test_skopeo_copies_the_whole_bundle(bundle_dir, tmp_path):
-    """skopeo 1.9 replaces the index by one without our artifact type, and the bundle keeps its name."""
-    copied = tmp_path / "copied"
-    skopeo("copy", "--all", f"oci:{bundle_dir}:example", f"oci:{copied}:other")
-    assert load(copied).digest == load(bundle_dir).digest
-    np.testing.assert_array_equal(
-        load(copied).call("score", x=X), load(bundle_dir).call("score", x=X)
-    )
-    assert main(["verify", str(copied)]) == 0
-    found = {path.name for path in (copied / "blobs" / "sha256").iterdir()}
-    assert found >= {file.name for file in blob_files(bundle_dir).values()}

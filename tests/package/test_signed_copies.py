@@ -4,6 +4,8 @@ skopeo and the Python package oras do not know OCI's referrers: they copy signat
 """
 
 import json
+import shutil
+import subprocess
 
 import pytest
 
@@ -17,12 +19,16 @@ from tests.store_servers import running_registry
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
+from prejit.runtime.__main__ import main
 from prejit.runtime.format.referrers import ATTACHED
 from prejit.runtime.trust.enforcing import verify_policies
 
-from .test_oci import named_in, skopeo, with_skopeo
+from .test_oci import named_in
 
 TARGET = "cpu-host"
+with_skopeo = pytest.mark.skipif(
+    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
+)
 
 
 @pytest.fixture
@@ -45,7 +51,9 @@ def registry(tmp_path):
 
 
 def copy_by_skopeo(source, to):
-    skopeo("copy", "--all", "--src-tls-verify=false", "--dest-tls-verify=false", source, to)
+    options = ("--all", "--src-tls-verify=false", "--dest-tls-verify=false")
+    command = ["skopeo", "--insecure-policy", "copy", *options, source, to]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def names(layout):
@@ -71,6 +79,9 @@ def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(
 ):
     copy = tmp_path / "copy"
     copy_by_skopeo(f"oci:{signed}:{what}", f"oci:{copy}:{what}")
+    # skopeo 1.9 replaces the index by one without our artifact type, and the bundle keeps its name.
+    assert load(copy).digest == named_in(signed)[what]["digest"]
+    assert main(["verify", str(copy)]) == 0
     refused_before(copy, policy)
     for name in names(signed):
         copy_by_skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")

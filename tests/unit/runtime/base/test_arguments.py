@@ -135,24 +135,15 @@ class Checked(Exception):  # noqa: N818 (no error)
 @pytest.fixture
 def calls_alone(monkeypatch):
     """Nothing runs: a call whose arguments are right ends where a program would."""
-    from prejit.runtime.encoding.encoder import EncoderPrograms
-    from prejit.runtime.generation import filling_aside
-    from prejit.runtime.generation.slots import Slots
 
     def stop(*_, **__):
         raise Checked
 
-    monkeypatch.setattr(Slots, "_reserve", stop)
-    monkeypatch.setattr(filling_aside, "compute_prefix", stop)
-    monkeypatch.setattr(EncoderPrograms, "encode", stop)
-
-
-def attempt(bundles, method, first, options):
-    function = getattr(bundles.get(method, bundles["generate"]), method)
-    with contextlib.suppress(PrejitError, Checked):
-        result = function(first, **options)
-        if method == "stream":
-            list(result)
+    for name in (
+        *("encoding.encoder.EncoderPrograms.encode", "generation.filling_aside.compute_prefix"),
+        "generation.slots.Slots._reserve",
+    ):
+        monkeypatch.setattr(f"prejit.runtime.{name}", stop)
 
 
 @pytest.mark.usefixtures("calls_alone")

@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.export
 import numpy as np
 import pytest
 import zstandard
+from jax import lax
+from jax.scipy.linalg import expm
 from tests.extent import one_in
 
 from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
@@ -35,12 +39,9 @@ def device():
 
 
 def export(function, *arguments, **options):
-    import jax
-    from jax import export
-
     shapes = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in arguments]
     jitted = jax.jit(function, keep_unused=True, **options)
-    return bytes(export.export(jitted, platforms=("cpu",))(*shapes).mlir_module_serialized)
+    return bytes(jax.export.export(jitted, platforms=("cpu",))(*shapes).mlir_module_serialized)
 
 
 def aligned(values):
@@ -146,16 +147,12 @@ def test_wrong_arguments_and_bytes_are_refused_and_never_read_outside(device):
 
 
 def for_all_platforms(function, *shapes, platforms=PLATFORMS):
-    from jax import export
-
-    unchecked = [export.DisabledSafetyCheck.custom_call("nobody_has_this")]
-    return export.export(function, platforms=platforms, disabled_checks=unchecked)(*shapes)
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("nobody_has_this")]
+    return jax.export.export(function, platforms=platforms, disabled_checks=unchecked)(*shapes)
 
 
 def check_on_cpu(function, *arguments, device):
     """Compiles a program for all platforms here, and compares it with jax."""
-    import jax
-
     jitted = jax.jit(function, keep_unused=True)
     exported = for_all_platforms(jitted, *map(jax.typeof, map(jax.numpy.asarray, arguments)))
     expected = jax.tree.leaves(jitted(*arguments))
@@ -172,9 +169,6 @@ def check_on_cpu(function, *arguments, device):
 
 def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device):
     """There XLA looks for the custom calls of every platform, unless their branches are dropped."""
-    import jax
-    from jax import lax
-    from jax.scipy.linalg import expm
 
     @jax.jit
     def elsewhere(x):
@@ -223,8 +217,6 @@ def test_what_does_not_load_here_is_not_called_damaged(kernel_recipe, device):
 
 
 def test_a_program_tells_what_it_takes_and_gives(device):
-    import jax
-
     for function, arguments, donated in (
         (lambda x: x + 1, (np.zeros((2, 3), "float32"),), ()),
         (lambda x: (x, x.sum()), (np.zeros(5, "bool"),), ()),
@@ -243,8 +235,6 @@ def test_a_program_tells_what_it_takes_and_gives(device):
 @pytest.mark.parametrize("dtype", one_in(2, MANIFEST_DTYPES))
 def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype, device):
     """Also those of less than a byte, which devices pack and DLPack does not know."""
-    import jax
-
     first = 1 if dtype == "float8_e8m0fnu" else 0  # which has no zero
     for shape in ((), (5, 7), (0, 3)):
         values = (np.arange(int(np.prod(shape))) % 2 + first).reshape(shape).astype(dtype_of(dtype))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,10 +87,6 @@ def test_kernels_that_manifest_config_and_library_do_not_agree_on_are_rejected(
             load(forgery.write(tmp_path / complaint[:30].replace("/", "")))
 
 
-def refused(*_):
-    raise KernelError("cannot load native kernels: no")
-
-
 def test_where_kernels_do_not_load_programs_compile_or_a_target_without_them_serves(
     kernels_dir, kernel_recipe, tmp_path, monkeypatch
 ):
@@ -100,7 +97,8 @@ def test_where_kernels_do_not_load_programs_compile_or_a_target_without_them_ser
     plain = dataclasses.replace(with_kernels, config=config, layers=layers)
     both = dataclasses.replace(kernel_recipe, targets=(with_kernels, plain)).write(tmp_path / "b")
     assert load(both).target == "cpu-host"
-    monkeypatch.setattr(kernels, "load", refused)
+    error = KernelError("cannot load native kernels: no")
+    monkeypatch.setattr(kernels, "load", mock.Mock(side_effect=error))
     loaded = load(both)
     assert (loaded.target, loaded.matched) == ("plain", True)
     with pytest.raises(MismatchError, match=r"kernels: needs a library for x86-64-v2 by .*native"):

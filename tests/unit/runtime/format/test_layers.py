@@ -17,11 +17,13 @@ from tests.campaigns.junk import mutated
 from tests.extent import examples
 from tests.layouts import write_files
 
+from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, Segment
 from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
@@ -38,6 +40,7 @@ from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs.mapped_weights import open_weights
 
 from .forging import (
     GOLDEN,
@@ -55,8 +58,6 @@ from .forging import (
 
 def forged_golden(path, name, change):
     """A golden bundle of another config, with right digests everywhere."""
-    from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
-
     with Layout(GOLDEN / name) as layout:
         root = read_root(layout)
         [target] = match(root, Fingerprint.current())
@@ -195,7 +196,8 @@ LIES = {
     "another program's executable": (swapped, "expected"),
     "a segment before its pack": (placed(offset=-10), "expected frames in"),
     "a segment beyond its pack": (placed(size=1 << 60), "expected frames in"),
-    "a segment of another size": (placed(raw_size=1 << 29), "raw_size: expected"),
+    "a segment of too many bytes": (placed(raw_size=1 << 29), "expected programs of at most"),
+    "a segment of no size": (placed(raw_size=-1), "raw_size: expected"),
 }
 
 
@@ -320,9 +322,6 @@ def test_10_a_header_that_lies_is_rejected(header, complaint):
 @given(header=mutated(HEADER))
 def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header):
     """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""
-    from prejit.runtime.format.blobs import Layer
-    from prejit.runtime.programs.mapped_weights import open_weights
-
     content = safetensors(header)
     try:
         slices = check_weights(content, PATH)

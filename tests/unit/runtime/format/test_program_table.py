@@ -13,6 +13,7 @@ from tests.campaigns.junk import edited
 from tests.extent import examples
 from tests.format import second_reader
 
+from prejit.compiler.targets.target_classes import catalogue
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.device import Device
@@ -346,8 +347,6 @@ def test_7_an_endless_cache_is_not_read_and_ends_and_levels_are_those_of_models(
     config = golden_config("decoder")
     found = check(model("decoder", eos_token_ids=[-1, 10**9])(config), config)
     assert found.decoder.eos_token_ids == (-1, 10**9)
-    from prejit.compiler.targets.target_classes import catalogue
-
     for level, features in KERNEL_LEVELS.items():
         assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
     assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)

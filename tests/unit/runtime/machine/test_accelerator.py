@@ -37,35 +37,32 @@ class FakeNvml(ModuleType):
         def count(change):
             self.open += change
 
+        def known(found, error):
+            if not found:
+                raise pynvml.NVMLError(error)
+            return found[0]
+
         def by_uuid(uuid):
-            if found := [gpu for gpu in (*gpus, *parts) if gpu.uuid == uuid]:
-                return found[0]
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+            found = [gpu for gpu in (*gpus, *parts) if gpu.uuid == uuid]
+            return known(found, pynvml.NVML_ERROR_NOT_FOUND)
 
         def whole_of(gpu):
-            if gpu.part_of is None:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-            return gpu.part_of
+            return known([gpu.part_of] * (gpu in parts), pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
         def capability(gpu):
-            if gpu.part_of is not None:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return gpu.capability
+            return known([gpu.capability] * (gpu in gpus), pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-        vars(self).update(
-            NVMLError=pynvml.NVMLError,
-            nvmlInit=lambda: count(1),
-            nvmlShutdown=lambda: count(-1),
-            nvmlSystemGetDriverVersion=lambda: "580.95.05",
-            nvmlDeviceGetCount=lambda: len(gpus),
-            nvmlDeviceGetHandleByIndex=gpus.__getitem__,
-            nvmlDeviceGetHandleByUUID=by_uuid,
-            nvmlDeviceGetDeviceHandleFromMigDeviceHandle=whole_of,
-            nvmlDeviceGetUUID=lambda gpu: gpu.uuid,
-            nvmlDeviceGetName=lambda gpu: gpu.name,
-            nvmlDeviceGetCudaComputeCapability=capability,
-            nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=gpu.total),
-        )
+        self.NVMLError = pynvml.NVMLError
+        self.nvmlInit, self.nvmlShutdown = lambda: count(1), lambda: count(-1)
+        self.nvmlSystemGetDriverVersion = lambda: "580.95.05"
+        self.nvmlDeviceGetCount = lambda: len(gpus)
+        self.nvmlDeviceGetHandleByIndex = gpus.__getitem__
+        self.nvmlDeviceGetHandleByUUID = by_uuid
+        self.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = whole_of
+        self.nvmlDeviceGetUUID = lambda gpu: gpu.uuid
+        self.nvmlDeviceGetName = lambda gpu: gpu.name
+        self.nvmlDeviceGetCudaComputeCapability = capability
+        self.nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(total=gpu.total)
 
 
 class Box:
@@ -140,17 +137,17 @@ def test_a_gpu_is_told_with_all_that_compare_asks_for(box):
 
 
 @pytest.mark.parametrize(
-    ("plugin", "runtimes", "cuda"),
+    ("plugin", "has_12", "cuda"),
     [
-        ("jax-cuda13-pjrt", {}, "13.0"),
-        ("jax-cuda13-pjrt", {"nvidia-cuda-runtime-cu12": "12.9.79"}, "13.0"),
-        ("jax-cuda12-pjrt", {"nvidia-cuda-runtime-cu12": "12.9.79"}, "12.9.79"),
+        ("jax-cuda13-pjrt", False, "13.0"),
+        ("jax-cuda13-pjrt", True, "13.0"),
+        ("jax-cuda12-pjrt", True, "12.9.79"),
     ],
 )
-def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(plugin, runtimes, cuda, box):
+def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(plugin, has_12, cuda, box):
     box.install(plugin, "0.12.0.1")
-    for name, version in runtimes.items():
-        box.install(name, version)
+    if has_12:
+        box.install("nvidia-cuda-runtime-cu12", "12.9.79")
     box.add_gpus(Gpu())
     found = box.find()
     assert (found.plugin, found.cuda) == (f"{plugin} 0.12.0.1", cuda)

@@ -136,9 +136,9 @@ CASES = {
     "compute_capability": ("8.9", ["8.9"], ["9.0", None]),
     "device_count": (2, [2, 8], [1, None]),
     "topology": ("2x2", ["2x2"], ["4x1", None]),
-    "device_memory_bytes": (10**10, [10**10, 10**10 + 1], [10**10 - 1, None]),
+    "device_memory_bytes": (10**10, [10**10, 10**10 + 1], [10**10 - 1, 9 * 10**9, None]),
     "xla_flags": (("--xla_a=1",), [("--xla_a=1",)], [(), ("--xla_a=1", "--xla_b=1")]),
-    "environment": (("A=1 B=2",), [("A=1 B=2",)], [("A=1", "B=2"), ()]),
+    "environment": (("A=1",), [("A=1",)], [("A=1", "B=2"), ()]),
     "glibc": ("2.34", ["2.34", "2.100"], ["2.31", None]),
 }
 """Axes, each with what is needed, values of machines that fit, and those that fall back."""
@@ -209,6 +209,8 @@ def test_platforms_differ_and_numbers_have_any_length():
     assert compared(driver=("580", "580.1")).matches
     assert compared(xla_flags=((), ()), cpu_features=((), ())).matches
     assert not compared(xla_flags=((), ("--xla_a=1",))).matches
+    # Joined by spaces, these two would look the same.
+    assert not compared(environment=(("A=1 B=2",), ("A=1", "B=2"))).matches
 
 
 @pytest.mark.parametrize("field", REFUSED)

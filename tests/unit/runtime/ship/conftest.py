@@ -6,14 +6,24 @@ from tests.http_serving import QuietHandler, serving
 from tests.layouts import GOLDEN
 
 from prejit.runtime.base import process_facts
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import registry_client, remote_files
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
+from prejit.runtime.ship.shipping import open_repository, ship
 
 
 def moved(source, target, *targets, form=""):
     return ship(parse_reference(str(source)), parse_reference(str(target)), targets, form=form)
+
+
+def audited(path):
+    return audit(path, check_generation)
+
+
+def place_at(place):
+    return open_repository(parse_reference(place))
 
 
 def answering(reply, *where):

@@ -8,15 +8,13 @@ from tests.layouts import blob
 from tests.unit.runtime.format.test_chunks import CHUNK, recipe_of_chunks, weights_with_filler
 
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.format.audit import audit
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
-from .conftest import moved
+from .conftest import audited, moved
 
 CHANGED = (3, 4, 5, 20, 40)
 """The chunks that differ between two versions."""
@@ -42,7 +40,7 @@ class Versions:
         """Pull a version and check it. Return how often its weights were asked for, and what moved."""
         self.registry.seen.clear()
         found = pull(self.at(tag), store, Wanted(Fingerprint.current()))
-        assert audit(found.path, check_generation).target_count == 1
+        assert audited(found.path).target_count == 1
         digest = digest_of(self.weights[tag])
         assert blob(store.path, digest).read_bytes() == self.weights[tag]
         return self.registry.count("GET", digest), found.moved.moved_bytes

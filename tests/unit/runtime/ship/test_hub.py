@@ -13,13 +13,11 @@ from huggingface_hub import constants
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import RejectError, StoreError, UsageError
-from prejit.runtime.format.audit import audit
-from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import object_repository
 from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
-from .conftest import GOLDEN, answering, moved
+from .conftest import GOLDEN, answering, audited, moved
 
 
 @pytest.fixture
@@ -83,7 +81,7 @@ def test_a_revision_of_a_repository_loads_and_the_hub_alone_gets_the_token(hub, 
     monkeypatch.setenv("HF_TOKEN", "secret")
     for revision in ("", ":v1"):
         with load(f"hf://me/demo/bundle{revision}") as bundle:
-            assert bundle.digest == audit(GOLDEN / "call", check_generation).digest
+            assert bundle.digest == audited(GOLDEN / "call").digest
     assert {each[2] for each in hub.stored} == {""}
     assert {each[2] for each in hub.asked} <= {"", "Bearer secret"}
     assert any("/resolve/v1/bundle/index.json" in each[0] for each in hub.asked)
@@ -93,7 +91,7 @@ def test_a_transfer_that_was_cut_goes_on_by_range(hub, store, monkeypatch):
     monkeypatch.setattr(object_repository, "PIECE_BYTES", 100)  # what is less is fetched again
     hub.cuts = 2
     found = pull(parse_reference("hf://me/demo/bundle"), store, Wanted())
-    assert audit(found.path, check_generation).digest == found.digest
+    assert audited(found.path).digest == found.digest
     assert any(each[1] for each in hub.stored)
 
 

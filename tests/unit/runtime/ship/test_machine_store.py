@@ -10,14 +10,14 @@ import pytest
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import StoreError
-from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.blob_directory import BlobDirectory
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
+
+from .conftest import audited
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_store_of_another_user_is_read(registry, at):
             for reference in (at, named):
                 found = pull(reference, store, Wanted(here))
                 assert found.moved is None
-            assert audit(found.path, check_generation).target_count == 1
+            assert audited(found.path).target_count == 1
             for attempt in (
                 lambda: pull(other, store, Wanted(here)),
                 lambda: store.collect(0, 0),
@@ -61,7 +61,7 @@ def test_a_store_without_locks_or_with_an_unreadable_bundle_loses_none(at, store
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     found = pull(at, store, Wanted(Fingerprint.current()))
-    assert audit(found.path, check_generation).target_count == 1
+    assert audited(found.path).target_count == 1
     assert pull(at, store, Wanted(Fingerprint.current())).moved is None
     with pytest.raises(StoreError, match="cannot lock it: No locks available"):
         store.collect(0, 0)

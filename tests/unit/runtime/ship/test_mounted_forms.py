@@ -10,18 +10,14 @@ import pytest
 from tests.fake_registry import fake_registry
 
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import read_root
-from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import mounted_forms
 from prejit.runtime.ship.mounted_forms import IMAGE, MODELPACK, form_of
-from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import open_repository
 
-from .conftest import GOLDEN, moved
+from .conftest import GOLDEN, audited, moved, place_at
 
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 
@@ -32,7 +28,7 @@ def small_layers(monkeypatch):
 
 
 def formed(bundle, form, architectures=()):
-    files = open_repository(parse_reference(str(bundle))).open("", "")
+    files = place_at(str(bundle)).open("", "")
     root = read_root(files)
     targets = list(root.bundle.manifests)
     for i, architecture in enumerate(architectures):
@@ -70,7 +66,7 @@ def test_the_layers_of_an_image_are_the_bundle(name, most, tmp_path, monkeypatch
     assert (config["architecture"], config["os"]) == ("amd64", "linux")
     assert len(config["history"]) == len(manifest["layers"])
     models = unpacked(source, manifest, tmp_path)
-    assert audit(models, check_generation) == audit(GOLDEN / name, check_generation)
+    assert audited(models) == audited(GOLDEN / name)
 
 
 def test_a_layer_depends_on_its_blob_alone_and_a_transfer_goes_on_in_its_middle():
@@ -151,12 +147,12 @@ def test_files_side_by_side_are_the_bundle(name, parent, tmp_path):
         title = layer["annotations"]["org.opencontainers.image.title"]
         assert title == layer["annotations"]["org.cncf.model.filepath"]
         (path / title).write_bytes(content_of(source, layer))
-    assert audit(path, check_generation) == audit(GOLDEN / name, check_generation)
+    assert audited(path) == audited(GOLDEN / name)
     blob = max(path.iterdir(), key=lambda each: each.stat().st_size)
     (path / ("a" * 64)).write_text("")
     with pytest.raises(RejectError, match="a" * 64):
-        audit(path, check_generation)
+        audited(path)
     (path / ("a" * 64)).unlink()
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")
     with pytest.raises(RejectError, match=blob.name):
-        audit(path, check_generation)
+        audited(path)

@@ -12,14 +12,12 @@ from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load, loader
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import RejectError, StoreError, UntrustedError
-from prejit.runtime.format.audit import audit
-from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship import object_repository, repository
 from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
-from .conftest import GOLDEN, moved
+from .conftest import GOLDEN, audited, moved
 
 HERE = Fingerprint.current()
 
@@ -45,7 +43,7 @@ def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(regist
     ):
         found = pulled(registry, store, "fleet:v1", **wanted)
         assert (found.moved is not None) == is_moved
-        assert audit(found.path, check_generation).target_count == count
+        assert audited(found.path).target_count == count
     assert (store.path / ".partial").is_dir()
     assert not list((store.path / ".partial").iterdir())
 
@@ -93,7 +91,7 @@ def test_making_room_removes_the_last_used_and_what_killed_transfers_left(regist
     left = {each.digest for each in store.bundles()}
     assert left == {found["call"].digest, found["fleet"].digest}
     for each in store.bundles():
-        audit(store.directory(each.digest), check_generation)
+        audited(store.directory(each.digest))
     assert store.collect(0, 0).bundles == 1
     assert [each.digest for each in store.bundles()] == [found["call"].digest]
 
@@ -107,8 +105,8 @@ def test_what_is_attached_later_arrives_within_a_limit(registry, store, signed, 
             pulled(registry, store, "call:v1")
     again = pulled(registry, store, "call:v1")
     assert again.digest == first.digest
-    found = audit(again.path, check_generation)
-    assert found.attached_count > audit(GOLDEN / "call", check_generation).attached_count
+    found = audited(again.path)
+    assert found.attached_count > audited(GOLDEN / "call").attached_count
     assert pulled(registry, store, "call:v1").moved is None
 
 

@@ -10,15 +10,12 @@ from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_sto
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
-from prejit.runtime.format.audit import audit
-from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import registry_repository, repository
 from prejit.runtime.ship.object_repository import ObjectRepository, open_objects
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
-from prejit.runtime.ship.shipping import open_repository
 
-from .conftest import GOLDEN, answering, moved
+from .conftest import GOLDEN, answering, audited, moved, place_at
 
 
 def push(place):
@@ -93,7 +90,7 @@ def test_an_endless_list_of_tags_or_none(page, said, monkeypatch):
         handler.reply(200, json.dumps(page).encode(), **more)
 
     with answering(next_page) as host, pytest.raises((StoreError, RejectError), match=said):
-        open_repository(parse_reference(f"oci://{host}/demo")).tags()
+        place_at(f"oci://{host}/demo").tags()
     assert len(asked) <= 3
 
 
@@ -119,7 +116,7 @@ def test_a_server_that_does_not_answer_or_takes_no_chunks():
 def test_wrong_settings_of_a_cloud(place, settings, said, use):
     use(settings)
     with pytest.raises((StoreError, UsageError), match=said):
-        open_repository(parse_reference(place)).open("v1", "")
+        place_at(place).open("v1", "")
 
 
 def test_a_certificate():
@@ -149,20 +146,20 @@ def test_a_web_server_that_takes_nothing_or_lacks_files_or_ranges(tmp_path):
     with http_store(files, []) as web:
         moved(f"{web}/call", tmp_path / "back")
         with pytest.raises(StoreError, match="not found") as raised:
-            open_repository(parse_reference(f"{web}/demo")).open("v1", "")
+            place_at(f"{web}/demo").open("v1", "")
     assert "prejit ls" not in str(raised.value.hint)
-    expected = audit(GOLDEN / "call", check_generation)
-    assert audit(tmp_path / "back", check_generation) == expected
+    expected = audited(GOLDEN / "call")
+    assert audited(tmp_path / "back") == expected
 
 
 def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(tmp_path, monkeypatch, use):
-    expected = audit(GOLDEN / "fleet", check_generation)
+    expected = audited(GOLDEN / "fleet")
     with s3_store() as endpoint:
         use(S3_SETTINGS | {"AWS_ENDPOINT": endpoint})
         at = "s3://bucket/models/demo"
         for name, tag in (("call", "v1"), ("call", "stable"), ("fleet", "v2")):
             moved(GOLDEN / name, f"{at}:{tag}")
-        place = open_repository(parse_reference(at))
+        place = place_at(at)
         with monkeypatch.context() as patch:
             patch.setattr(repository, "MOST_TAGS", 1)
             with pytest.raises(StoreError, match="expected at most 1 tags, found more"):
@@ -184,4 +181,4 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(tmp_path, monkeypatch
         assert removed[0] > 0
         moved(f"{at}:v3", tmp_path / "beside")
     for name in ("beside", "back"):
-        assert audit(tmp_path / name, check_generation) == expected
+        assert audited(tmp_path / name) == expected

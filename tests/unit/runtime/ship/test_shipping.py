@@ -12,15 +12,11 @@ from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
-from prejit.runtime.format.audit import audit
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
-from prejit.runtime.generation.options import check_generation
-from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import open_repository
 
-from .conftest import GOLDEN, moved
+from .conftest import GOLDEN, audited, moved, place_at
 
 
 @pytest.fixture
@@ -61,7 +57,7 @@ def test_a_registry_has_every_byte_and_mounts_blobs_in_another_repository(
             assert third.moved_bytes == sum(map(len, set(registry.manifests.values())))
         moved(f"oci://{registry.host}/b:v2", tmp_path / "back")
     assert content(tmp_path / "back") == content(fleet)
-    assert audit(tmp_path / "back", check_generation).attached_count == 2
+    assert audited(tmp_path / "back").attached_count == 2
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -74,12 +70,12 @@ def test_a_bucket_keeps_versions_under_tags_and_blobs_once(scheme, fleet, tmp_pa
         moved(fleet, f"{at}:v1")
         assert moved(fleet, f"{at}:v2").moved_bytes < 20_000
         moved(fleet, at)
-        tags = open_repository(parse_reference(at)).tags()
+        tags = place_at(at).tags()
         assert [each.tag for each in tags] == ["", "v1", "v2"]
         assert len({each.digest for each in tags}) == 1
         moved(f"{at}:v1", tmp_path / "back")
         moved(f"{at}@{tags[0].digest}", tmp_path / "named")
-        open_repository(parse_reference(at)).remove("v1")
+        place_at(at).remove("v1")
         with pytest.raises(StoreError, match="not found"):
             moved(f"{at}:v1", tmp_path / "gone")
     assert content(tmp_path / "back") == content(tmp_path / "named") == content(fleet)
@@ -99,7 +95,7 @@ def test_a_tar_for_sites_without_a_network_and_some_targets(fleet, tmp_path):
             moved(tmp_path / name, tmp_path / "other")
     moved(GOLDEN / "call", tmp_path / "some")  # another bundle takes its place
     moved(fleet, tmp_path / "some", "cuda-l4", "cpu-x86-64-v3")
-    assert audit(tmp_path / "some", check_generation).target_count == 2
+    assert audited(tmp_path / "some").target_count == 2
     with pytest.raises(UsageError, match=r"expected one of the targets .*cuda-l4"):
         moved(fleet, tmp_path / "none", "cuda-l5")
     with fake_registry() as registry:
@@ -108,7 +104,7 @@ def test_a_tar_for_sites_without_a_network_and_some_targets(fleet, tmp_path):
         moved(f"{at}:l4", tmp_path / "one")
         with pytest.raises(UsageError, match="one target or all"):
             moved(fleet, f"{at}:two", "cuda-l4", "cpu-x86-64-v3")
-    assert audit(tmp_path / "one", check_generation).target_count == 1
+    assert audited(tmp_path / "one").target_count == 1
 
 
 def test_tags_lead_to_bundles_and_are_removed(fleet):
@@ -116,7 +112,7 @@ def test_tags_lead_to_bundles_and_are_removed(fleet):
         at = f"oci://{registry.host}/fleet"
         digest = moved(fleet, f"{at}:v1").digest
         moved(f"{at}:v1", f"{at}:stable")
-        place = open_repository(parse_reference(at))
+        place = place_at(at)
         assert {each.tag: each.digest for each in place.tags()} == {"stable": digest, "v1": digest}
         place.remove("v1")
         assert [each.tag for each in place.tags()] == ["stable"]

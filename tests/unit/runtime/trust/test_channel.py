@@ -26,28 +26,26 @@ NOW = datetime(2026, 11, 22, tzinfo=UTC)
 LATER = datetime(2027, 11, 22, tzinfo=UTC)
 
 
-def keys_of(*names):
+def keys_of(names):
     return tuple(signer(name).public for name in names)
 
 
 def trusted(*names, threshold=1, version=0):
-    return Accepted(KeySet(version, keys_of(*names), threshold))
+    return Accepted(KeySet(version, keys_of(names), threshold))
 
 
 def signed(payload, names):
     return Envelope(payload, tuple(signer(name).sign(payload) for name in names))
 
 
-def release(version, digest=NEW, by=("a",), **said):
-    name, keys = said.get("name", "stable"), said.get("keys", 0)
-    options = {"version": version, "keys_version": keys, "expires": said.get("expires", LATER)}
-    return signed(release_statement(name, "demo", (SignedSubject(digest),), **options), by)
+def release(version, digest=NEW, by=("a",), name="stable", keys=0, expires=LATER):
+    said = {"version": version, "keys_version": keys, "expires": expires}
+    return signed(release_statement(name, "demo", (SignedSubject(digest),), **said), by)
 
 
-def rotation(version, names, by, **said):
-    name, threshold = said.get("name", "stable"), said.get("threshold", 1)
-    options = {"version": version, "threshold": threshold, "expires": said.get("expires", LATER)}
-    return signed(keys_statement(name, keys_of(*names), **options), by)
+def rotation(version, names, by, name="stable", threshold=1, expires=LATER):
+    said = {"version": version, "threshold": threshold, "expires": expires}
+    return signed(keys_statement(name, keys_of(names), **said), by)
 
 
 def run(last, current, *rotations, **options):

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.campaigns.junk import mutated
@@ -93,9 +95,6 @@ def made(signature):
 
 
 def ecdsa(key, message, algorithm="SHA256"):
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     return key.private.sign(message, ec.ECDSA(getattr(hashes, algorithm)()))
 
 

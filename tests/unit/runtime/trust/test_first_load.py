@@ -62,9 +62,7 @@ def sound(kernel_recipe, tmp_path):
 
 @pytest.fixture(scope="session")
 def crashing_kernels(build_cache, tmp_path_factory):
-    """A library that does what `TEST_FIRST_LOAD` says as soon as it is loaded."""
-    directory = tmp_path_factory.mktemp("sources") / "kernels"
-    shutil.copytree(TOY_KERNELS, directory)
+    directory = shutil.copytree(TOY_KERNELS, tmp_path_factory.mktemp("sources") / "kernels")
     with open(directory / "toy.cc", "a") as file:
         file.write(CONSTRUCTOR)
     return built_kernels("cpu-x86-64-v2", directory, build_cache)[1]
@@ -72,6 +70,7 @@ def crashing_kernels(build_cache, tmp_path_factory):
 
 @pytest.fixture
 def crashing(kernel_recipe, crashing_kernels, tmp_path):
+    """A bundle whose library does what `TEST_FIRST_LOAD` says as soon as it is loaded."""
     return with_library(kernel_recipe, crashing_kernels).write(tmp_path / "crashing")
 
 
