@@ -85,11 +85,11 @@ _VALUES = st.one_of(
 )
 VALUES = st.builds(Held, _VALUES)
 METHODS = {
-    "generate": OPTIONS,
+    "generate": (*OPTIONS,),
     "generate_n": ("n", *OPTIONS),
     "generate_batch": ("sampling", *OPTIONS),
-    "stream": OPTIONS,
-    "request": OPTIONS,
+    "stream": (*OPTIONS,),
+    "request": (*OPTIONS,),
     "encode": ("on_too_long",),
     "call": ("x",),
     "call_by_path": ("given", "static"),
