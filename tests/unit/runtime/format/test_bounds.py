@@ -39,17 +39,12 @@ def names(count):
     return map("".join, itertools.islice(itertools.product(letters, repeat=4), count))
 
 
-NEEDS = '{"architecture":"x","cpu_features":[],"jaxlib":"1","platform":"cpu"}'
-MAX = limits.MAX_CONFIG_BYTES - 300
-
-
-def config_of(versions, weight_sets):
-    head = f'{{"bundle":"x","format":1,"programs":[],"requirement":{NEEDS},"target":"x"'
-    return f'{head},"versions":{versions},"weight_sets":{weight_sets}}}'.encode()
-
-
-def read_config(*rest):
-    from_json(Config, config_of(*rest), PATH)
+def read_config(versions, weight_sets):
+    needs = '{"architecture":"x","cpu_features":[],"jaxlib":"1","platform":"cpu"}'
+    head = f'{{"bundle":"x","format":1,"programs":[],"requirement":{needs},"target":"x"'
+    text = f'{head},"versions":{versions},"weight_sets":{weight_sets}}}'
+    assert len(text) <= limits.MAX_CONFIG_BYTES
+    from_json(Config, text.encode(), PATH)
 
 
 def read_weights(text):
@@ -61,7 +56,7 @@ def test_nothing_takes_much_more_memory_than_its_bytes():
     """Bytes that take as much as they can as Python values."""
     tensor = '"%s":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     for read in (
-        lambda: read_config("{}", f"[{','.join(['[]'] * (MAX // 3))}]"),
+        lambda: read_config("{}", f"[{','.join(['[]'] * (limits.MAX_CONFIG_BYTES // 3 - 100))}]"),
         lambda: read_config("{}", '{"a":["' + '","'.join([*names(10**6)] * 2) + '"]}'),
         lambda: read_config("{}", '{"' + '":[],"'.join(names(500000)) + '":[]}'),
         lambda: read_weights("{" + ",".join(tensor % name for name in names(100000)) + "}"),

@@ -58,13 +58,13 @@ def test_what_is_not_the_expected_regular_file_is_rejected_at_once(replaced, bun
     for file in (path, *(top if replaced in ("a link", "nothing") else ())):
         file.rename(tmp_path / "aside")
         REPLACEMENTS[replaced](file, tmp_path / "aside")
-        with pytest.raises(RejectError) as caught:  # and no wait for the other end of a FIFO
-            load(bundle_dir)
-        assert caught.value.path == str(file)
         if file == path:
             with Layout(bundle_dir) as layout, pytest.raises(RejectError, match=file.name):
                 layout.read_blob(Descriptor("", digest, size))
             assert not open_below(bundle_dir)
+        with pytest.raises(RejectError) as caught:  # and no wait for the other end of a FIFO
+            load(bundle_dir)
+        assert caught.value.path == str(file)
         file.unlink(missing_ok=True)
         (tmp_path / "aside").rename(file)
 
@@ -159,21 +159,15 @@ def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(name, bundle_dir
 def test_a_map_outlives_its_file_which_is_not_cut_before(bundle_dir, tmp_path):
     path, digest, size = blob_of(bundle_dir)
     with Layout(bundle_dir) as layout:
-        content = layout.map_blob(digest, size)
-        written = layout.map_blob(digest, size)
+        content, written = (layout.map_blob(digest, size) for _ in range(2))
     written[:4] = b"\0\0\0\0"
     assert digest_of(path.read_bytes()) == digest
     path.unlink()
     assert digest_of(content[:]) == digest
-    file = tmp_path / "blob"
-    file.write_bytes(b"x" * 100)
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.truncate(file, 50)
+    (tmp_path / "blob").write_bytes(b"x" * 50)
+    with open(tmp_path / "blob", "rb") as file:  # it was cut after its size was read
         with pytest.raises(RejectError, match="blob: expected 100 bytes, found fewer"):
-            map_file(descriptor, 100, str(file))
-    finally:
-        os.close(descriptor)
+            map_file(file.fileno(), 100, file.name)
 
 
 def test_writing_where_nothing_can_be_written_is_a_store_error(recipe, tmp_path):

@@ -153,19 +153,14 @@ def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(plugin, has_12, cuda,
     assert (found.plugin, found.cuda) == (f"{plugin} 0.12.0.1", cuda)
 
 
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [
-        *(("", 0), ("-1", 0), ("0", 1), ("7", 0), ("0,7,1", 1)),
-        *(("GPU-a1", 1), ("GPU-a", 0), ("0,GPU-b", 2)),
-    ],
-)
-def test_cuda_visible_devices_hides_what_cuda_hides(visible, count, box):
+def test_cuda_visible_devices_hides_what_cuda_hides(box):
     """An empty list hides all; what follows the first that is none does not count."""
     box.install("jax-cuda13-pjrt", "0.12.0.1")
     box.add_gpus(*(Gpu(uuid=f"GPU-{name}") for name in ("a1", "a2", "b1")))
-    found = box.find(CUDA_VISIBLE_DEVICES=visible)
-    assert (found.device_count if found else 0) == count
+    counts = {"": 0, "-1": 0, "0": 1, "7": 0, "0,7,1": 1, "GPU-a1": 1, "GPU-a": 0, "0,GPU-b": 2}
+    for visible, count in counts.items():
+        found = box.find(CUDA_VISIBLE_DEVICES=visible)
+        assert (found.device_count if found else 0) == count, visible
 
 
 def test_unlike_gpus_and_parts_are_told_by_the_least_and_none_is_secret(box, monkeypatch):
@@ -205,45 +200,36 @@ def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box):
         assert (found.device_memory_bytes or 0) >= (target.memory_bytes or 0)
 
 
-@pytest.mark.parametrize(
-    ("environ", "count", "topology"),
-    [
-        ({}, 4, "2x2"),
-        ({"TPU_TOPOLOGY": "4x4"}, 4, "4x4"),
-        ({"TPU_TOPOLOGY": "4x4", "TPU_ACCELERATOR_TYPE": "v5litepod-16"}, 4, "4x4"),
-        ({"TPU_TOPOLOGY": "4x4x4", "TPU_ACCELERATOR_TYPE": "v5p-128"}, 4, "2x2"),
-        ({"TPU_VISIBLE_CHIPS": "0"}, 1, "1x1"),
-        ({"TPU_VISIBLE_CHIPS": "0", "TPU_TOPOLOGY": "4x4"}, 1, "1x1"),
-    ],
-)
-def test_its_environment(environ, count, topology, box):
+def test_variables_of_a_tpu(box):
     box.install("libtpu", "0.0.51")
     box.add_pci("0x1ae0", *["0x0063"] * 4)
-    found = box.find(**environ)
-    assert (found.device_count, found.topology) == (count, topology)
+    grid = {"TPU_TOPOLOGY": "4x4"}
+    for environ, count, topology in (
+        ({}, 4, "2x2"),
+        (grid, 4, "4x4"),
+        ({**grid, "TPU_ACCELERATOR_TYPE": "v5litepod-16"}, 4, "4x4"),
+        ({"TPU_TOPOLOGY": "4x4x4", "TPU_ACCELERATOR_TYPE": "v5p-128"}, 4, "2x2"),
+        ({"TPU_VISIBLE_CHIPS": "0"}, 1, "1x1"),
+        ({"TPU_VISIBLE_CHIPS": "0", **grid}, 1, "1x1"),
+    ):
+        found = box.find(**environ)
+        assert (found.device_count, found.topology) == (count, topology), environ
 
 
-@pytest.mark.parametrize(
-    ("platforms", "chosen"),
-    [
-        *((None, "tpu"), ("", "tpu"), ("cpu", None), ("cuda", "cuda"), ("cuda,tpu", "cuda")),
-        *(("cpu,tpu", None), ("rocm,cpu", None)),
-    ],
-)
-def test_jax_platforms_chooses(platforms, chosen, box):
+def test_jax_platforms_chooses_and_one_that_is_not_there_is_an_error(box):
     for name in ("jax-cuda13-pjrt", "libtpu"):
         box.install(name, "1.0")
-    box.add_gpus(Gpu())
-    box.add_pci("0x1ae0", "0x0063")
-    found = box.find(**({} if platforms is None else {"JAX_PLATFORMS": platforms}))
-    assert (found and found.platform) == chosen
-
-
-def test_a_platform_that_is_not_there_is_an_error(box):
     for platforms in ("tpu", "cuda,tpu", "gpuu", "CPU", ","):
         with pytest.raises(UsageError, match="JAX_PLATFORMS: expected a platform of this") as it:
             box.find(JAX_PLATFORMS=platforms)
         assert "JAX_PLATFORMS" in (it.value.hint or "")
+    box.add_gpus(Gpu())
+    box.add_pci("0x1ae0", "0x0063")
+    assert box.find().platform == "tpu"
+    choices = {"": "tpu", "cpu": None, "cuda": "cuda", "cuda,tpu": "cuda", "cpu,tpu": None}
+    for platforms, chosen in {**choices, "rocm,cpu": None}.items():
+        found = box.find(JAX_PLATFORMS=platforms)
+        assert (found and found.platform) == chosen, platforms
 
 
 def test_the_accelerator_is_in_the_fingerprint(box, monkeypatch):

@@ -375,7 +375,7 @@ def test_descriptions_that_nobody_of_the_rule_signed_do_not_count(described):
     assert demanded(described, "threshold = 2", BOTH) == ""
 
 
-def test_a_bundle_without_descriptions_is_let_in_or_with_later_ones_not(bundle_dir):
+def test_a_bundle_lacks_descriptions_until_they_are_attached_and_signed(bundle_dir):
     sign(bundle_dir, signer("a"))
     assert demanded(bundle_dir) == ""
     assert demanded(bundle_dir, "sbom = true") == "sbom"
@@ -386,7 +386,7 @@ def test_a_bundle_without_descriptions_is_let_in_or_with_later_ones_not(bundle_d
     assert demanded(bundle_dir, "sbom = true") == ""
 
 
-def test_other_descriptions_count(signed, make_recipe, tmp_path):
+def test_descriptions_of_another_bundle_do_not_count(signed, make_recipe, tmp_path):
     other = make_recipe(name="other").write(tmp_path / "other")
     sign(other, signer("a"))
     with Layout(signed) as layout:
