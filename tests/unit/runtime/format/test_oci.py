@@ -39,19 +39,6 @@ def with_index(recipe, path, change):
     return write_files(path, to_json(plain), blobs)
 
 
-def with_manifest(recipe, path, change):
-    """A bundle of one target whose manifest says something else; gives the manifest's name too."""
-    index, blobs = recipe.only("cpu-host").assemble()
-    plain = json.loads(index)
-    descriptor = plain["manifests"][0]
-    manifest = json.loads(blobs.pop(descriptor["digest"]))
-    change(manifest)
-    content = to_json(manifest)
-    descriptor["digest"], descriptor["size"] = digest_of(content), len(content)
-    blobs[descriptor["digest"]] = content
-    return write_files(path, to_json(plain), blobs), descriptor["digest"].removeprefix("sha256:")
-
-
 def test_1_another_layout_version_is_rejected(bundle_dir):
     for content in (b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"1" * 4096):
         (bundle_dir / "oci-layout").write_bytes(content)
@@ -197,5 +184,13 @@ LARGE_CHAT = {"mediaType": CHAT_MEDIA_TYPE, "size": limits.MAX_CHAT_BYTES + 1}
     ],
 )
 def test_6_a_wrong_manifest(change, complaint, recipe, tmp_path):
-    path, name = with_manifest(recipe, tmp_path / "b", change)
-    assert reject(path, complaint).path == str(path / "blobs" / "sha256" / name)
+    index, blobs = recipe.only("cpu-host").assemble()
+    plain = json.loads(index)
+    [descriptor] = plain["manifests"]
+    manifest = json.loads(blobs.pop(descriptor["digest"]))
+    change(manifest)
+    content = to_json(manifest)
+    descriptor |= {"digest": digest_of(content), "size": len(content)}
+    blobs[descriptor["digest"]] = content
+    path = write_files(tmp_path / "b", to_json(plain), blobs)
+    assert reject(path, complaint).path == str(blob(path, descriptor["digest"]))
