@@ -195,15 +195,13 @@ def audited(path):
 
 @pytest.mark.parametrize("read", [load, audited])
 def test_7_chunks_that_do_not_cover_their_layer_are_rejected(read, chunks_recipe, tmp_path):
-    forged = with_chunks(
-        chunks_recipe, lambda c: dataclasses.replace(c, digests=c.digests[:-1])
-    ).write(tmp_path / "forged")
+    short = with_chunks(chunks_recipe, lambda c: dataclasses.replace(c, digests=c.digests[:-1]))
     with pytest.raises(RejectError, match="expected 49 for "):
-        read(forged)
+        read(short.write(tmp_path / "short"))
     chunks = {"application/x": chunked(b"x")}
-    forged = chunks_recipe.configured(lambda c: dataclasses.replace(c, chunks=chunks))
+    other = chunks_recipe.configured(lambda c: dataclasses.replace(c, chunks=chunks))
     with pytest.raises(RejectError, match="expected media types of layers, found 'application/x'"):
-        read(forged.write(tmp_path / "layer"))
+        read(other.write(tmp_path / "layer"))
 
 
 def test_8_chunks_that_do_not_fit_the_whole_are_found(chunks_recipe, tmp_path):

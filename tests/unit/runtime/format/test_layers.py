@@ -88,7 +88,6 @@ RAW = bytes(range(256)) * 64
 
 
 def segment_of(frame, raw=RAW, **changes):
-    """The segment that makes a frame look right."""
     right = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
     return dataclasses.replace(right, **changes)
 

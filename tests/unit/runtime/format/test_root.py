@@ -162,17 +162,16 @@ def test_two_bundles_or_another_format_are_rejected(bundle_dir, make_recipe, tmp
 
 def test_entries_of_others_are_no_bundle_and_not_read_without_end(bundle_dir):
     """Each may be an index of 1 MiB, so that reading all would take gigabytes."""
-    found = []
-    for number in range(5):
-        content = b"%d" % number + b" " * ((1 << 20) - 1)
+
+    def added(media_type, content):
         blob(bundle_dir, digest_of(content)).write_bytes(content)
-        found.append({"mediaType": INDEX, "digest": digest_of(content), "size": len(content)})
-    write_root(bundle_dir, [*found, *entries(bundle_dir)])
+        return {"mediaType": media_type, "digest": digest_of(content), "size": len(content)}
+
+    large = [added(INDEX, b"%d" % number + b" " * ((1 << 20) - 1)) for number in range(5)]
+    write_root(bundle_dir, [*large, *entries(bundle_dir)])
     rejected(bundle_dir, "expected at most 4194304 bytes of indexes")
-    content = to_json({"schemaVersion": 2, "mediaType": MANIFEST_MEDIA_TYPE})
-    blob(bundle_dir, digest_of(content)).write_bytes(content)
-    at = {"mediaType": MANIFEST_MEDIA_TYPE, "digest": digest_of(content), "size": len(content)}
-    write_root(bundle_dir, [at])
+    other = to_json({"schemaVersion": 2, "mediaType": MANIFEST_MEDIA_TYPE})
+    write_root(bundle_dir, [added(MANIFEST_MEDIA_TYPE, other)])
     rejected(bundle_dir, f"expected an entry of {ARTIFACT_TYPE}, found none")
 
 

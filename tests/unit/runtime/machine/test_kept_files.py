@@ -39,7 +39,6 @@ def kept(path):
 
 @pytest.fixture
 def file(tmp_path, at_once):
-    """A file that has a receipt."""
     path = tmp_path / "bundle" / "file"
     path.parent.mkdir()
     path.write_bytes(CONTENT)

@@ -28,7 +28,6 @@ def pulled(registry, store, name, **wanted):
 
 @pytest.fixture
 def signed(tmp_path):
-    """A signed copy of the bundle `call`."""
     path = shutil.copytree(GOLDEN / "call", tmp_path / "signed")
     sign(path, signer("a"))
     return path

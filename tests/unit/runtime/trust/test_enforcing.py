@@ -57,7 +57,6 @@ def released(file, bundle, key="a"):
 
 
 def rotated(file, to, *by):
-    """Rotate the keys of a channel."""
     for name in to:
         file.with_name(name).write_text(signer(name).public.pem)
     keys = [file.with_name(name) for name in to]
