@@ -20,13 +20,7 @@ WIDE_REFERENCE = Path(__file__).parent / "wide_encoder_reference.npz"
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """A configuration with a seed for its weights.
-
-    Attributes:
-        name: `mpnet-0`, `scores-bert-1`.
-        config: of config.json.
-        seed: of weights and tokens.
-    """
+    """A name like `scores-bert-1`, what config.json holds, and a seed for weights and tokens."""
 
     name: str
     config: dict[str, Any]
@@ -98,34 +92,38 @@ class FamilyCase:
 
 def family_cases():
     made = []
-    for number, (name, changes) in enumerate(_FAMILIES):
+    for number, (name, (architecture, changes)) in enumerate(_FAMILIES.items()):
         for at, sizes in enumerate(_SIZES):
-            architecture = changes["architectures"][0]
-            config = {**sizes, **_COMMON, **changes}
+            config = _config(name, **{**sizes, **changes})
             if "embedding_size" in changes and at:
                 config["embedding_size"] = sizes["hidden_size"]
             made.append(FamilyCase(f"{name}-{at}", config, 100 * number + at + 1))
-            if architecture in _WITH_HEADS:
-                scoring = {
-                    **config,
-                    "architectures": [
-                        f"{architecture.removesuffix('Model')}ForSequenceClassification"
-                    ],
-                    "id2label": {str(label): f"l{label}" for label in range(1 + 2 * at)},
-                }
-                made.append(FamilyCase(f"scores-{name}-{at}", scoring, 100 * number + at + 11))
+            if architecture != "Camembert":
+                made.append(_scoring(made[-1], architecture, at))
     return tuple(made)
+
+
+def _config(name, **more):
+    architecture = _FAMILIES[name][0]
+    kind = {"nomic-bert": "nomic_bert", "gemma3": "gemma3_text"}.get(name, name)
+    return _COMMON | {"model_type": kind, "architectures": [f"{architecture}Model"]} | more
+
+
+def _scoring(case, architecture, at):
+    scoring = {
+        "architectures": [f"{architecture}ForSequenceClassification"],
+        "id2label": {str(label): f"l{label}" for label in range(1 + 2 * at)},
+    }
+    return FamilyCase(f"scores-{case.name}", case.config | scoring, case.seed + 10)
 
 
 def wide_cases():
     """An encoder and a decoder that embeds, whose matrices are large enough for int4."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4}
-    families = dict(_FAMILIES)
     changes = {"bert": {}, "qwen3": {"num_key_value_heads": 2, "head_dim": 32}}
     return tuple(
-        FamilyCase(name, {**sizes, **_COMMON, **families[name], **more}, 7)
-        for name, more in changes.items()
+        FamilyCase(name, _config(name, **sizes, **more), 7) for name, more in changes.items()
     )
 
 
@@ -135,68 +133,41 @@ _SIZES = (
     {"hidden_size": 20, "num_attention_heads": 5, "intermediate_size": 24, "num_hidden_layers": 2},
 )
 _COMMON = {"vocab_size": 61, "max_position_embeddings": 48, "pad_token_id": 1}
-_FAMILIES = (
-    ("xlm-roberta", {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}),
-    ("camembert", {"model_type": "camembert", "architectures": ["CamembertModel"]}),
-    ("mpnet", {"model_type": "mpnet", "architectures": ["MPNetModel"]}),
-    (
-        "electra",
-        {"model_type": "electra", "architectures": ["ElectraModel"], "embedding_size": 7},
-    ),
-    (
-        "modernbert",
+_OF_HEADS = {"num_key_value_heads": 1, "head_dim": 6}
+_FAMILIES = {
+    "xlm-roberta": ("XLMRoberta", {}),
+    "camembert": ("Camembert", {}),
+    "mpnet": ("MPNet", {}),
+    "electra": ("Electra", {"embedding_size": 7}),
+    "modernbert": (
+        "ModernBert",
         {
-            "model_type": "modernbert",
-            "architectures": ["ModernBertModel"],
-            "local_attention": 8,
-            "global_attn_every_n_layers": 2,
-            "global_rope_theta": 160000.0,
-            "local_rope_theta": 10000.0,
+            **{"local_attention": 8, "global_attn_every_n_layers": 2},
+            **{"global_rope_theta": 160000.0, "local_rope_theta": 10000.0},
         },
     ),
-    ("bert", {"model_type": "bert", "architectures": ["BertModel"]}),
-    (
-        "distilbert",
-        {"model_type": "distilbert", "architectures": ["DistilBertModel"], "n_layers": 2},
-    ),
-    (
-        "deberta-v2",
+    "bert": ("Bert", {}),
+    "distilbert": ("DistilBert", {"n_layers": 2}),
+    "deberta-v2": (
+        "DebertaV2",
         {
-            "model_type": "deberta-v2",
-            "architectures": ["DebertaV2Model"],
             **{"relative_attention": True, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
             **{"position_buckets": 8, "max_relative_positions": -1, "pos_att_type": "p2c|c2p"},
             "position_biased_input": False,
         },
     ),
-    (
-        "qwen3",
+    "qwen3": ("Qwen3", _OF_HEADS),
+    "gemma3": (
+        "Gemma3Text",
         {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3Model"],
-            **{"num_key_value_heads": 1, "head_dim": 6},
-        },
-    ),
-    (
-        "gemma3",
-        {
-            "model_type": "gemma3_text",
-            "architectures": ["Gemma3TextModel"],
-            **{"num_key_value_heads": 1, "head_dim": 6, "query_pre_attn_scalar": 5},
+            **{**_OF_HEADS, "query_pre_attn_scalar": 5, "use_bidirectional_attention": True},
             **{"sliding_window": 8, "sliding_window_pattern": 2},
-            "use_bidirectional_attention": True,
         },
     ),
-    ("nomic-bert", {"model_type": "nomic_bert", "architectures": ["NomicBertModel"]}),
-    (
-        "gemma",
-        {
-            "model_type": "gemma",
-            "architectures": ["GemmaModel"],
-            **{"num_key_value_heads": 1, "head_dim": 6},
-        },
-    ),
-)
+    "nomic-bert": ("NomicBert", {}),
+    "gemma": ("Gemma", _OF_HEADS),
+}
+"""The beginning of the name of transformers' class, and what a configuration has, for each family."""
 _NOMIC_NAMES = (
     *(("encoder.layers", "layers"), ("emb_ln", "embeddings.LayerNorm")),
     *(("attn.Wqkv", "self_attn.qkv"), ("attn.out_proj", "self_attn.o_proj")),
@@ -204,8 +175,3 @@ _NOMIC_NAMES = (
     *(("norm1", "post_attention_layernorm"), ("norm2", "post_mlp_layernorm")),
 )
 """Parts of the names of tensors in files, and in torch's module (transformers/conversion_mapping.py)."""
-_WITH_HEADS = (
-    *("XLMRobertaModel", "MPNetModel", "ElectraModel", "ModernBertModel", "NomicBertModel"),
-    *("BertModel", "DistilBertModel", "DebertaV2Model", "Qwen3Model"),
-    *("GemmaModel", "Gemma3TextModel"),
-)

@@ -7,10 +7,8 @@ from .sibling_cases import (
     HYBRID_REFERENCE,
     REMOVED,
     cases_of,
-    combined,
     experts,
     experts_in_groups,
-    given,
     layer_norm,
     multipliers,
     part_turns,
@@ -164,81 +162,49 @@ def _mrope(number, random, config):
     return {"rope_parameters": parameters, **removed} if number == 2 else {}
 
 
-_SHARED = given(shared_expert_intermediate_size=[9, 6, 16])
-_QWEN_EXPERTS = experts("num_experts", "moe_intermediate_size")
+def _width_of_heads(number, random, config):
+    return {"hidden_size": 8 * config["num_attention_heads"]}
+
+
+_EXPERTS = experts("num_experts", "moe_intermediate_size")
+_SHARED = {"shared_expert_intermediate_size": [9, 6, 16]}
 
 FAMILIES = {
     "bamba": (
-        "Bamba",
-        combined(
-            BOTH,
-            given(num_hidden_layers=[2, 3, 2], attn_layer_indices=[[1], [0, 2], None]),
-            lambda number, random, config: {"hidden_size": 8 * config["num_attention_heads"]},
-            _mamba2,
-        ),
+        *("Bamba", BOTH, _width_of_heads, _mamba2),
+        {"num_hidden_layers": [2, 3, 2], "attn_layer_indices": [[1], [0, 2], None]},
     ),
-    "falcon_h1": ("FalconH1", combined(BOTH, _mamba2, _falcon_h1)),
+    "falcon_h1": ("FalconH1", BOTH, _mamba2, _falcon_h1),
     "granite4": (
-        "GraniteMoeHybrid",
-        combined(ATTENTION, multipliers, experts("num_local_experts"), _granite4, _mamba2),
+        *("GraniteMoeHybrid", ATTENTION, multipliers, experts("num_local_experts")),
+        *(_granite4, _mamba2),
     ),
-    "lfm2_moe": (
-        "Lfm2Moe",
-        combined(_lfm2_moe, experts("num_experts", "moe_intermediate_size")),
-    ),
+    "lfm2_moe": ("Lfm2Moe", _lfm2_moe, _EXPERTS),
     "mamba2": (
-        "Mamba2",
-        combined(
-            layer_norm,
-            _mamba2_alone,
-            given(layer_norm_eps=REMOVED, layer_norm_epsilon=[1e-5, 1e-3, 1e-5]),
-        ),
+        *("Mamba2", layer_norm, _mamba2_alone),
+        {"layer_norm_eps": REMOVED, "layer_norm_epsilon": [1e-5, 1e-3, 1e-5]},
     ),
     "nemotron_h": ("NemotronH", _nemotron_h),
     "qwen3_5": (
-        "Qwen3_5",
-        combined(part_turns, ATTENTION, _delta, _mrope, given(model_type="qwen3_5_text")),
+        *("Qwen3_5", part_turns, ATTENTION, _delta, _mrope, {"model_type": "qwen3_5_text"}),
     ),
     "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        combined(
-            part_turns,
-            ATTENTION,
-            _delta,
-            _QWEN_EXPERTS,
-            _SHARED,
-            given(model_type="qwen3_5_moe_text"),
-        ),
+        *("Qwen3_5Moe", part_turns, ATTENTION, _delta, _EXPERTS),
+        {**_SHARED, "model_type": "qwen3_5_moe_text"},
     ),
     "qwen3_next": (
-        "Qwen3Next",
-        combined(
-            part_turns,
-            ATTENTION,
-            _delta,
-            _QWEN_EXPERTS,
-            _SHARED,
-            given(
-                norm_topk_prob=[True, False, True],
-                decoder_sparse_step=[1, 1, 2],
-                mlp_only_layers=[[], [0], []],
-            ),
-        ),
+        *("Qwen3Next", part_turns, ATTENTION, _delta, _EXPERTS, _SHARED),
+        {"norm_topk_prob": [True, False, True], "decoder_sparse_step": [1, 1, 2]},
+        {"mlp_only_layers": [[], [0], []]},
     ),
 }
-"""The class of transformers, and what a configuration has, for each family."""
+"""transformers' class, and what changes a configuration, for each family."""
 
 MODEL_TYPES = {str(case.config["model_type"]) for case in cases_of(FAMILIES, {})}
 
 _SEEDS = {
-    "qwen3_5-0": 5032,
-    "qwen3_5-1": 5002,
-    "qwen3_5-2": 5004,
-    "qwen3_5_moe-0": 5079,
-    "qwen3_5_moe-1": 5025,
-    "qwen3_5_moe-2": 5006,
-    "qwen3_next-0": 5076,
-    "qwen3_next-1": 5038,
-    "qwen3_next-2": 5004,
+    **{"qwen3_5-0": 5032, "qwen3_5-1": 5002, "qwen3_5-2": 5004},
+    **{"qwen3_5_moe-0": 5079, "qwen3_5_moe-1": 5025, "qwen3_5_moe-2": 5006},
+    **{"qwen3_next-0": 5076, "qwen3_next-1": 5038, "qwen3_next-2": 5004},
 }
 """Of cases where, with another seed, rounding would decide a token: see record.py."""

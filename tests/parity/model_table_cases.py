@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import cases, further_sibling_cases, hybrid_cases, later_sibling_cases, sibling_cases
+from . import cases, hybrid_cases, sibling_cases
 from .sibling_cases import Sibling
 
 SEEDS, STEPS = 3, 64
@@ -35,9 +35,8 @@ class Scaled(Sibling):
 
 def decoder_cases():
     """The first of each model_type, then the second, then the third."""
-    modules = (cases, sibling_cases, later_sibling_cases, further_sibling_cases)
     found = {}
-    for module in (*modules, hybrid_cases):
+    for module in (cases, sibling_cases, hybrid_cases):
         for case in module.cases():
             if "long_factor" not in str(case.config) and case.config["model_type"] not in _SOURCES:
                 found.setdefault(case.config["model_type"], []).append(case)

@@ -21,11 +21,7 @@ COUNT = 14
 
 @dataclass(frozen=True)
 class Case(decoders.Case):
-    """A configuration with a seed for its weights, sources and prompts.
-
-    Attributes:
-        old: whether the file holds the copies of the embedding and the unused table of old checkpoints.
-    """
+    """With `old` the file holds the copies of the embedding and the unused table of old checkpoints."""
 
     old: bool
 
@@ -77,9 +73,8 @@ def _case(number):
     def pick(*options):
         return options[random.integers(len(options))]
 
-    projection = ["relu", "gated-gelu", "gated-silu", "gelu"][
-        number % 4 if number > 5 else number % 2
-    ]
+    kinds = ["relu", "gated-gelu", "gated-silu", "gelu"]
+    projection = kinds[number % 4 if number > 5 else number % 2]
     # The published buckets; those of a text that is longer than the farthest distance; odd ones.
     count, farthest = [(32, 128), (8, 20), (12, 11), (7, 5), (4, 40)][number % 5]
     config = {
@@ -120,9 +115,8 @@ def has_own_head(config):
 
 def _shapes(config):
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
-    shapes = {"shared.weight": (config["vocab_size"], width)}
-    if has_own_head(config):
-        shapes["lm_head.weight"] = (config["vocab_size"], width)
+    tables = ("shared", "lm_head") if has_own_head(config) else ("shared",)
+    shapes = {f"{name}.weight": (config["vocab_size"], width) for name in tables}
     layers = {"encoder": config["num_layers"]}
     layers["decoder"] = config.get("num_decoder_layers", config["num_layers"])
     for stack, number in layers.items():

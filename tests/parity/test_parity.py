@@ -18,9 +18,7 @@ from prejit.compiler.models.layers.product_forms import using
 from prejit.compiler.models.parameters import with_parameters
 
 from .cases import PROMPT, REFERENCE, STEPS, Case, cases
-from .further_sibling_cases import FAMILIES as FURTHER_SIBLINGS
 from .hybrid_cases import MODEL_TYPES as HYBRIDS
-from .later_sibling_cases import FAMILIES as LATER_SIBLINGS
 from .record import TIE, nearest_tokens, torch_logits
 from .sibling_cases import FAMILIES as SIBLINGS
 
@@ -180,7 +178,7 @@ def test_longrope_equals_torch_where_programs_end_with_its_context_and_beyond_it
 def test_every_case_is_recorded_and_they_differ(reference):
     assert list(reference) == [case.name for case in cases()]
     families = Counter(name.split("-")[0] for name in reference)
-    others = {*ENCODER_DECODERS, *SIBLINGS, *LATER_SIBLINGS, *FURTHER_SIBLINGS, *HYBRIDS}
+    others = {*ENCODER_DECODERS, *SIBLINGS, *HYBRIDS}
     known = model_registry.DECODERS.keys() - others
     assert families.keys() == {family.removesuffix("_text") for family in known}
     assert min(families.values()) >= 10

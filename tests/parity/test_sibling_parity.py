@@ -12,12 +12,12 @@ from tests.extent import sampled
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.runtime.errors import CheckpointError
 
-from . import further_sibling_cases, hybrid_cases, later_sibling_cases, sibling_cases
+from . import hybrid_cases, sibling_cases
 from .record import TIE, nearest_tokens, torch_logits
 from .sibling_cases import EACH, STEPS
 from .test_parity import TOLERANCE, check
 
-MODULES = (sibling_cases, later_sibling_cases, further_sibling_cases, hybrid_cases)
+MODULES = (sibling_cases, hybrid_cases)
 CASES = tuple(case for module in MODULES for case in module.cases())
 REFERENCES = tuple(module.REFERENCE for module in MODULES)
 SAMPLE = {
