@@ -312,99 +312,61 @@ def rope_keys(
     return {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
 
 
-def _gpt2_shapes(config: dict[str, Any]) -> Shapes:
+def shapes_of(config: Config) -> Shapes:
+    """Of the tensors that torch publishes for a configuration."""
+    return (_gpt2_shapes if config["model_type"] == "gpt2" else _llama_shapes)(config)
+
+
+def _gpt2_shapes(config: Config) -> Shapes:
     width, inner = config["n_embd"], config["n_inner"] or 4 * config["n_embd"]
     shapes: Shapes = {
         "transformer.wte.weight": (config["vocab_size"], width),
         "transformer.wpe.weight": (config["n_positions"], width),
         **norm("transformer.ln_f", width),
     }
+    matrices = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}  # Conv1D
+    matrices |= {"mlp.c_fc": (width, inner), "mlp.c_proj": (inner, width)}
     for layer in range(config["n_layer"]):
         block = f"transformer.h.{layer}"
         shapes |= norm(f"{block}.ln_1", width) | norm(f"{block}.ln_2", width)
-        for name, inputs, outputs in (
-            ("attn.c_attn", width, 3 * width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", width, inner),
-            ("mlp.c_proj", inner, width),
-        ):
-            shapes[f"{block}.{name}.weight"] = (inputs, outputs)  # Conv1D
-            shapes[f"{block}.{name}.bias"] = (outputs,)
+        for name, shape in matrices.items():
+            shapes |= {f"{block}.{name}.weight": shape, f"{block}.{name}.bias": shape[1:]}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], width)
     return shapes
 
 
 def _llama_shapes(config: Config) -> Shapes:
-    """Of every family whose projections are Llama's."""
-    family = config["model_type"]
-    bias, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
+    """Of every family whose projections are Llama's, and of Phi-3, which joins some of them."""
+    family, heads = config["model_type"], config["num_attention_heads"]
     width, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys, head_size = _heads(config)
-    shapes = _outer_shapes(config)
+    size = config.get("head_dim", width // heads)
+    queries, keys = heads * size, config["num_key_value_heads"] * size
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if family.startswith("gemma"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    of_heads = ["self_attn.q_norm", "self_attn.k_norm"] * (family in ("qwen3", "gemma3_text"))
+    block: Shapes = dict.fromkeys(norms, (width,)) | dict.fromkeys(of_heads, (size,))
+    if family == "phi3":
+        attention: Shapes = {"self_attn.qkv_proj": (queries + 2 * keys, width)}
+        mlp: Shapes = {"mlp.gate_up_proj": (2 * inner, width)}
+    else:
+        attention = {"self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width)}
+        attention["self_attn.v_proj"] = (keys, width)
+        mlp = {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    output, mlp["mlp.down_proj"] = {"self_attn.o_proj": (width, queries)}, (width, inner)
+    bias = config.get("attention_bias", False)
+    biased = [*attention] if bias or family == "qwen2" else []
+    biased += [*output] * bias + [*mlp] * config.get("mlp_bias", False)
+    block |= attention | output | mlp
+    shapes: Shapes = {"model.norm.weight": (width,)}
+    for name in ("model.embed_tokens", "lm_head")[: 2 - config["tie_word_embeddings"]]:
+        shapes[f"{name}.weight"] = (config["vocab_size"], width)
     for layer in range(config["num_hidden_layers"]):
-        block = f"model.layers.{layer}"
-        if family.startswith("gemma"):
-            for end in ("pre", "post"):
-                shapes[f"{block}.{end}_feedforward_layernorm.weight"] = (width,)
-        if family in ("qwen3", "gemma3_text"):
-            shapes |= {f"{block}.self_attn.{end}_norm.weight": (head_size,) for end in "qk"}
-        for name, inputs, outputs, biased in (
-            ("self_attn.q_proj", width, queries, bias or family == "qwen2"),
-            ("self_attn.k_proj", width, keys, bias or family == "qwen2"),
-            ("self_attn.v_proj", width, keys, bias or family == "qwen2"),
-            ("self_attn.o_proj", queries, width, bias),
-            ("mlp.gate_proj", width, inner, mlp),
-            ("mlp.up_proj", width, inner, mlp),
-            ("mlp.down_proj", inner, width, mlp),
-        ):
-            shapes[f"{block}.{name}.weight"] = (outputs, inputs)
-            if biased:
-                shapes[f"{block}.{name}.bias"] = (outputs,)
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}.weight": shape for name, shape in block.items()}
+        shapes |= {f"{at}.{name}.bias": block[name][:1] for name in biased}
     return shapes
-
-
-def _phi3_shapes(config: Config) -> Shapes:
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys, _ = _heads(config)
-    shapes = _outer_shapes(config)
-    for layer in range(config["num_hidden_layers"]):
-        block = f"model.layers.{layer}"
-        shapes[f"{block}.self_attn.qkv_proj.weight"] = (queries + 2 * keys, width)
-        shapes[f"{block}.self_attn.o_proj.weight"] = (width, queries)
-        shapes[f"{block}.mlp.gate_up_proj.weight"] = (2 * inner, width)
-        shapes[f"{block}.mlp.down_proj.weight"] = (width, inner)
-    return shapes
-
-
-def _outer_shapes(config: Config) -> Shapes:
-    """Of what all have: the embedding, two norms in each block and one at the end, the head."""
-    width = config["hidden_size"]
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (config["vocab_size"], width),
-        "model.norm.weight": (width,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (width,)
-        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (width,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], width)
-    return shapes
-
-
-def _heads(config: Config) -> tuple[int, int, int]:
-    """Widths of all queries and of all keys, and of one head."""
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim", config["hidden_size"] // heads)
-    return heads * size, config["num_key_value_heads"] * size, size
-
-
-_SHAPES: dict[str, Callable[[Config], Shapes]] = {"gpt2": _gpt2_shapes, "phi3": _phi3_shapes}
-
-
-def shapes_of(config: Config) -> Shapes:
-    """Of the tensors that torch publishes for a configuration."""
-    return _SHAPES.get(config["model_type"], _llama_shapes)(config)
 
 
 def norm(name: str, width: int) -> Shapes:

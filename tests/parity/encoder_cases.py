@@ -49,30 +49,33 @@ class Case:
     pooling: tuple[str, ...] = ()
     dense: tuple[tuple[int, int, bool, str], ...] = field(default=())
     normalize: bool = False
+    longest = TOKENS
+    norms_begin_at = 1.0
 
     @property
     def tokens(self):
-        """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
+        """Int32 [ROWS, longest]; behind a row's length the padding token."""
         random = np.random.default_rng([self.seed, 0])
-        tokens = random.integers(3, self.config["vocab_size"], (ROWS, TOKENS), dtype=np.int32)
+        shape = (ROWS, self.longest)
+        tokens = random.integers(3, self.config["vocab_size"], shape, dtype=np.int32)
         if self.config["model_type"] == "roberta":
             tokens[0, 4] = self.config["pad_token_id"]  # one in the midst takes no position
-        tokens[np.arange(TOKENS) >= self.lengths[:, None]] = self.config["pad_token_id"]
+        tokens[np.arange(self.longest) >= self.lengths[:, None]] = self.config["pad_token_id"]
         return tokens
 
     @property
     def lengths(self):
         """Int32 [ROWS]."""
         random = np.random.default_rng([self.seed, 1])
-        return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
+        return np.array([self.longest, 1, *random.integers(2, self.longest, ROWS - 2)], np.int32)
 
     def write(self, directory):
         """Writes the checkpoint as torch's save_pretrained or sentence-transformers' save would."""
         is_small = self.config["model_type"] == "distilbert"
         shapes = (_distilbert_shapes if is_small else _bert_shapes)(self.config)
-        tensors = {self.published + name: self._values(name, s) for name, s in shapes.items()}
+        tensors = {self.published + name: self.values(name, s) for name, s in shapes.items()}
         of_head = _head_shapes(self.config, self.published).items() if self.head else ()
-        tensors |= {name: self._values(name, shape) for name, shape in of_head}
+        tensors |= {name: self.values(name, shape) for name, shape in of_head}
         write_checkpoint(directory, self.config, tensors)
         if self.pooling:
             self._write_modules(directory)
@@ -96,9 +99,9 @@ class Case:
             dense = {"in_features": inputs, "out_features": outputs, "bias": bias}
             dense["activation_function"] = f"torch.nn.modules.{activation}"
             (at / "config.json").write_text(json.dumps(dense))
-            tensors = {"linear.weight": self._values(f"{place}.weight", (outputs, inputs))}
+            tensors = {"linear.weight": self.values(f"{place}.weight", (outputs, inputs))}
             if bias:
-                tensors["linear.bias"] = self._values(f"{place}.bias", (outputs,))
+                tensors["linear.bias"] = self.values(f"{place}.bias", (outputs,))
             save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
         said = {"max_seq_length": 16, "do_lower_case": False}
         (directory / "sentence_bert_config.json").write_text(json.dumps(said))
@@ -108,14 +111,14 @@ class Case:
         """Of hidden states."""
         return int(self.config.get("hidden_size", self.config.get("dim")))
 
-    def _values(self, name, shape):
-        """Values large enough that each part of the model shows in the result."""
+    def values(self, name, shape):
+        """Values of a published tensor, large enough that each part of the model shows in the result."""
         random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         values = random.standard_normal(shape, dtype=np.float32)
         if len(shape) == 2:
             return values * np.float32(0.4)
         is_norm = "norm" in name.lower() and name.endswith("weight")
-        return values * np.float32(0.2) + np.float32(is_norm)
+        return values * np.float32(0.2) + np.float32(is_norm and self.norms_begin_at)
 
 
 _FAMILIES = ("bert", "roberta", "distilbert")
@@ -171,37 +174,35 @@ def _sentences(number):
 
 
 def _bert_shapes(config):
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    shapes = {
-        "embeddings.word_embeddings.weight": (config["vocab_size"], width),
-        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
-        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], width),
-        **norm("embeddings.LayerNorm", width),
+    parts = ("self.query", "self.key", "self.value", "output.dense")
+    names = ("intermediate.dense", "output.dense", "attention.output.LayerNorm", "output.LayerNorm")
+    sizes = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    types = (config["type_vocab_size"], config["hidden_size"])
+    return _shapes(config, "encoder", *sizes, parts, *names) | {
+        "embeddings.token_type_embeddings.weight": types
     }
-    for layer in range(config["num_hidden_layers"]):
-        at = f"encoder.layer.{layer}"
-        for name in ("self.query", "self.key", "self.value", "output.dense"):
-            shapes |= _linear(f"{at}.attention.{name}", width, width)
-        shapes |= _linear(f"{at}.intermediate.dense", width, inner)
-        shapes |= _linear(f"{at}.output.dense", inner, width)
-        shapes |= norm(f"{at}.attention.output.LayerNorm", width)
-        shapes |= norm(f"{at}.output.LayerNorm", width)
-    return shapes
 
 
 def _distilbert_shapes(config):
-    width, inner = config["dim"], config["hidden_dim"]
+    parts = ("q_lin", "k_lin", "v_lin", "out_lin")
+    names = ("ffn.lin1", "ffn.lin2", "sa_layer_norm", "output_layer_norm")
+    sizes = (config[key] for key in ("dim", "hidden_dim", "n_layers"))
+    return _shapes(config, "transformer", *sizes, parts, *names)
+
+
+def _shapes(config, stack, width, inner, layers, parts, up, down, *norms):
     shapes = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),
         "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
         **norm("embeddings.LayerNorm", width),
     }
-    for layer in range(config["n_layers"]):
-        at = f"transformer.layer.{layer}"
-        for name in ("q_lin", "k_lin", "v_lin", "out_lin"):
+    for layer in range(layers):
+        at = f"{stack}.layer.{layer}"
+        for name in parts:
             shapes |= _linear(f"{at}.attention.{name}", width, width)
-        shapes |= _linear(f"{at}.ffn.lin1", width, inner) | _linear(f"{at}.ffn.lin2", inner, width)
-        shapes |= norm(f"{at}.sa_layer_norm", width) | norm(f"{at}.output_layer_norm", width)
+        shapes |= _linear(f"{at}.{up}", width, inner) | _linear(f"{at}.{down}", inner, width)
+        for name in norms:
+            shapes |= norm(f"{at}.{name}", width)
     return shapes
 
 

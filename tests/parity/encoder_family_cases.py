@@ -4,27 +4,23 @@ A case is a configuration. Each tensor's values follow from its published name a
 module and ours have the same values if they have the same tensors.
 """
 
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-ROWS, TOKENS = 4, 29
-"""Of a case's batch. The first row is full, the second has one token."""
+from .encoder_cases import ROWS, Case
+
+TOKENS = 29
+"""Of the longest text of a case's batch."""
 
 REFERENCE = Path(__file__).parent / "encoder_family_reference.npz"
 WIDE_REFERENCE = Path(__file__).parent / "wide_encoder_reference.npz"
 
 
-@dataclass(frozen=True)
-class FamilyCase:
-    """A name like `scores-bert-1`, what config.json holds, and a seed for weights and tokens."""
+class FamilyCase(Case):
+    """An encoder of any family, or a model that scores; tensors have no prefix of the transformer."""
 
-    name: str
-    config: dict[str, Any]
-    seed: int
+    longest = TOKENS
 
     @property
     def scores(self):
@@ -46,34 +42,7 @@ class FamilyCase:
             return None
         return np.broadcast_to((np.arange(TOKENS) >= 5).astype(np.int32), (ROWS, TOKENS))
 
-    @property
-    def tokens(self):
-        """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
-        random = np.random.default_rng([self.seed, 0])
-        padding = self.config["pad_token_id"]
-        tokens = random.integers(3, self.config["vocab_size"], (ROWS, TOKENS), dtype=np.int32)
-        tokens[np.arange(TOKENS) >= self.lengths[:, None]] = padding
-        return tokens
-
-    @property
-    def lengths(self):
-        """Int32 [ROWS]."""
-        random = np.random.default_rng([self.seed, 1])
-        return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
-
-    def values(self, name, shape):
-        """Values of a tensor, large enough that each part of the model shows in the result.
-
-        The name is the published one, without the prefix of the transformer.
-        """
-        random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        values = random.standard_normal(shape, dtype=np.float32)
-        if len(shape) == 2:
-            return values * np.float32(0.4)
-        is_norm = "norm" in name.lower() and name.endswith("weight")
-        return values * np.float32(0.2) + np.float32(is_norm and self.norms_begin_at)
-
-    def published(self, name, shape):
+    def in_file(self, name, shape):
         """Values of a tensor of a file, which has other names than torch's module if it is nomic-bert's."""
         if self.config["model_type"] == "nomic_bert":
             for old, new in _NOMIC_NAMES:

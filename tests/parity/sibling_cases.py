@@ -84,51 +84,83 @@ def _case(family, number, seeds, kind, *changes):
     for change in changes:
         if callable(change):
             config |= change(number, random, config)
-        else:  # values of keys; of a list the one at the number
-            each = {key: v[number] if isinstance(v, list) else v for key, v in change.items()}
-            config |= each
+        else:
+            found = {key: _chosen(value, number, random, config) for key, value in change.items()}
+            config |= {key: value for key, value in found.items() if value is not KEPT}
     config = {key: value for key, value in config.items() if value is not REMOVED}
     return Sibling(name, config, seeds.get(name, 3000 + crc % 1000 + number))
 
 
+def _chosen(value, number, random, config):
+    """Return a value: of a list the one at the number, of a function what it returns."""
+    value = value[number] if isinstance(value, list) else value
+    return value(random, config) if callable(value) else value
+
+
 _SEEDS = {
-    "gpt_oss-2": 5000,
-    "granitemoehybrid-1": 5000,
-    "granitemoeshared-1": 5000,
-    "nemotron-1": 5001,
-    "nemotron-2": 5012,
-    "seed_oss-1": 4001,
-    "vaultgemma-1": 5000,
+    **{"gpt_oss-2": 5000, "granitemoehybrid-1": 5000, "granitemoeshared-1": 5000},
+    **{"nemotron-1": 5001, "nemotron-2": 5012, "seed_oss-1": 4001, "vaultgemma-1": 5000},
 }
 """Of cases where, with another seed, rounding would decide a token: see record.py."""
 
-REMOVED = object()
-"""A key that the configuration does not have."""
+REMOVED, KEPT = object(), object()
+"""A key that the configuration does not have, and one that stays as it is."""
+
+
+def one_of(*options):
+    """A value at random."""
+    return lambda random, config: pick(random, list(options))
+
+
+def times_heads(number):
+    return lambda random, config: number * config["num_attention_heads"]
+
+
+def of_head(random, config):
+    """The width of a head."""
+    return config["hidden_size"] // config["num_attention_heads"]
+
+
+def removed(*keys):
+    return dict.fromkeys(keys, REMOVED)
+
 
 _OF_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 _OF_LLAMA = (*_OF_ROPE, "rms_norm_eps", "intermediate_size", "num_key_value_heads", "hidden_act")
 
 
-def biases(*keys):
+def biases(first, *others):
     """Say by the number whether there are biases: none, all, the first."""
-
-    def change(number, random, config):
-        return {key: number == 1 or (number == 2 and key == keys[0]) for key in keys}
-
-    return change
+    return {first: [False, True, True], **{key: [False, True, False] for key in others}}
 
 
-def sizes_of_heads(number, random, config):
-    return {"head_dim": pick(random, [4, 6, 10])}
+BOTH = biases("attention_bias", "mlp_bias")
+ATTENTION = biases("attention_bias")
+EPSILONS = [1e-5, 1e-3, 1e-5]
+sizes_of_heads = {"head_dim": one_of(4, 6, 10)}
+layer_norm = {"rms_norm_eps": REMOVED, "layer_norm_eps": one_of(1e-5, 1e-3)}
+multipliers = {
+    **{"attention_multiplier": [0.3, 0.5, 1.0], "embedding_multiplier": [3.0, 0.5, 2.0]},
+    **{"logits_scaling": [0.5, 2.0, 1.5], "residual_multiplier": [0.22, 1.5, 0.7]},
+}
+experts_in_groups = {
+    **{"n_routed_experts": 6, "n_shared_experts": [1, 2, 1], "num_experts_per_tok": [2, 3, 2]},
+    **{"moe_intermediate_size": one_of(5, 8), "first_k_dense_replace": [0, 1, 0]},
+    **{"routed_scaling_factor": [1.0, 2.5, 0.5], "n_group": [1, 3, 2], "topk_group": [1, 2, 1]},
+}
+"""Experts in groups beside shared ones, after a layer without experts."""
+
+_FAR_NEAR = ["full_attention", "sliding_attention", "sliding_attention"]
+_WINDOWS = {
+    **{"sliding_window": one_of(3, 9, 20), "num_hidden_layers": [4, 3, 3]},
+    "layer_types": [KEPT, _FAR_NEAR, _FAR_NEAR],
+}
+"""Windows in some layers, said by the default pattern or by each layer."""
 
 
-def windows(number, random, config):
-    """Windows in some layers, said by the default pattern or by each layer."""
-    change = {"sliding_window": pick(random, [3, 9, 20]), "num_hidden_layers": 4}
-    if number:
-        layers = ["full_attention", "sliding_attention", "sliding_attention"]
-        change |= {"layer_types": layers, "num_hidden_layers": 3}
-    return change
+def experts(count, inner="intermediate_size"):
+    """Few experts, of which a token has one, some or all but one."""
+    return {count: [4, 7, 5], "num_experts_per_tok": [2, 6, 1], inner: one_of(5, 8, 11)}
 
 
 def part_turns(number, random, config):
@@ -140,220 +172,114 @@ def part_turns(number, random, config):
     }
 
 
-def layer_norm(number, random, config):
-    return {"rms_norm_eps": REMOVED, "layer_norm_eps": pick(random, [1e-5, 1e-3])}
-
-
-def _by_types(number, random, config):
-    """Rotary positions by kinds of layers; the first as files of transformers 4 say it."""
-    if number == 0:
-        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-        return {"rope_parameters": REMOVED, "rope_theta": 1000.0, "rope_scaling": scaling}
-    far = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
-    near = {"rope_type": "default", "rope_theta": 100.0}
-    parameters = {"full_attention": far, "sliding_attention": near}
-    return {"rope_theta": REMOVED, "rope_scaling": REMOVED, "rope_parameters": parameters}
-
-
-def _ntk(number, random, config):
-    scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
-    size = sizes_of_heads(number, random, config)
-    if number:
-        return size
-    return {**size, "rope_parameters": REMOVED, "rope_theta": 100.0, "rope_scaling": scaling}
-
-
-def _grown(number, random, config):
-    parameters = {
-        **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "mscale": 1.0},
-        **{"original_max_position_embeddings": 8, "llama_4_scaling_beta": [0.1, 0.5, 0.0][number]},
-    }
-    return {"rope_parameters": parameters, "rope_theta": REMOVED, "rope_scaling": REMOVED}
-
-
-def _neox(number, random, config):
-    return {
-        "num_key_value_heads": REMOVED,
-        "use_parallel_residual": number != 2,
-        "attention_bias": number != 1,
-        "rotary_pct": [0.25, 0.5, 1.0][number],
-        "rotary_emb_base": 1000,
-        **dict.fromkeys(_OF_ROPE, REMOVED),
-        "hidden_size": 8 * config["num_attention_heads"],
-    }
-
-
-def experts(count, inner="intermediate_size"):
-    """Few experts, of which a token has one, some or all but one."""
-
-    def change(number, random, config):
-        sizes = {count: [4, 7, 5][number], "num_experts_per_tok": [2, 6, 1][number]}
-        return sizes | {inner: pick(random, [5, 8, 11])}
-
-    return change
-
-
-def _experts_or_none(number, random, config):
-    """Experts in layers from one to another, and shared ones."""
-    return {
-        "num_hidden_layers": 3,
-        "moe_num_experts": [4, 7, 5][number],
-        "moe_k": [2, 6, 1][number],
-        "moe_intermediate_size": pick(random, [5, 8, 11]),
-        "moe_num_shared_experts": [1, 0, 2][number],
-        "moe_layer_start_index": [1, 0, 0][number],
-        "moe_layer_end_index": [-1, 1, 2][number],
-        "moe_layer_interval": [1, 1, 2][number],
-    }
-
-
-multipliers = {
-    "attention_multiplier": [0.3, 0.5, 1.0],
-    "embedding_multiplier": [3.0, 0.5, 2.0],
-    "logits_scaling": [0.5, 2.0, 1.5],
-    "residual_multiplier": [0.22, 1.5, 0.7],
+_SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_TYPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+_BY_TYPES = {
+    **{"rope_parameters": [REMOVED, _TYPES, _TYPES], "rope_theta": [1000.0, REMOVED, REMOVED]},
+    "rope_scaling": [_SCALED, REMOVED, REMOVED],
+}
+"""Rotary positions by kinds of layers; the first as files of transformers 4 say it."""
 
+_NTK = {
+    **{
+        **sizes_of_heads,
+        "rope_parameters": [REMOVED, KEPT, KEPT],
+        "rope_theta": [100.0, KEPT, KEPT],
+    },
+    "rope_scaling": [{"type": "dynamic", "alpha": 50.0, "factor": 1.0}, KEPT, KEPT],
+}
+_GROWING = {
+    **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "mscale": 1.0},
+    "original_max_position_embeddings": 8,
+}
+_GROWN = {
+    "rope_parameters": [{**_GROWING, "llama_4_scaling_beta": beta} for beta in (0.1, 0.5, 0.0)],
+    **removed("rope_theta", "rope_scaling"),
+}
+_NEOX = {
+    **removed("num_key_value_heads", *_OF_ROPE),
+    **{"use_parallel_residual": [True, True, False], "attention_bias": [True, False, True]},
+    **{"rotary_pct": [0.25, 0.5, 1.0], "rotary_emb_base": 1000, "hidden_size": times_heads(8)},
+}
+_EXPERTS_OR_NONE = {
+    **{"num_hidden_layers": 3, "moe_num_experts": [4, 7, 5], "moe_k": [2, 6, 1]},
+    **{"moe_intermediate_size": one_of(5, 8, 11), "moe_num_shared_experts": [1, 0, 2]},
+    **{"moe_layer_start_index": [1, 0, 0], "moe_layer_end_index": [-1, 1, 2]},
+    "moe_layer_interval": [1, 1, 2],
+}
+"""Experts in layers from one to another, and shared ones."""
 
-def _hybrid(number, random, config):
-    """Attention in all layers, with and without positions and experts."""
-    return {
-        "layer_types": ["full_attention"] * config["num_hidden_layers"],
-        "shared_intermediate_size": [9, 6, 16][number],
-        "position_embedding_type": ["rope", "rope", "nope"][number],
-        **({} if number else {"num_local_experts": 0}),
-        **{"mamba_n_heads": 2, "mamba_d_head": config["hidden_size"], "mamba_expand": 2},
-    }
+_HYBRID = {
+    "layer_types": lambda random, config: ["full_attention"] * config["num_hidden_layers"],
+    **{"shared_intermediate_size": [9, 6, 16], "position_embedding_type": ["rope", "rope", "nope"]},
+    **{"num_local_experts": [0, KEPT, KEPT], "mamba_n_heads": 2, "mamba_expand": 2},
+    "mamba_d_head": lambda random, config: config["hidden_size"],
+}
+"""Attention in all layers, with and without positions and experts."""
 
+_EXAONE_MOE = {
+    **{**experts_in_groups, **removed("n_routed_experts", "n_shared_experts")},
+    **{"num_experts": 6, "num_shared_experts": [1, 2, 1], "norm_topk_prob": [True, True, False]},
+    **{"first_k_dense_replace": [1, REMOVED, 1], "sliding_window_pattern": [2, 4, 3]},
+    "mlp_layer_types": [KEPT, ["sparse", "dense", "sparse"], KEPT],
+}
+"""Experts in groups beside shared ones; which layers have them is said in two ways."""
 
-def experts_in_groups(number, random, config):
-    """Experts in groups beside shared ones, after a layer without experts."""
-    return {
-        "n_routed_experts": 6,
-        "n_shared_experts": 1 + number % 2,
-        "num_experts_per_tok": 2 + number % 2,
-        "moe_intermediate_size": pick(random, [5, 8]),
-        "first_k_dense_replace": number % 2,
-        "routed_scaling_factor": [1.0, 2.5, 0.5][number],
-        "n_group": [1, 3, 2][number],
-        "topk_group": [1, 2, 1][number],
-    }
+_LATENT = {
+    **{"num_key_value_heads": times_heads(1), "attention_bias": [False, True, False]},
+    **{"kv_lora_rank": one_of(6, 10), "q_lora_rank": [None, 7, 11]},
+    **{"qk_nope_head_dim": one_of(4, 6), "qk_rope_head_dim": one_of(2, 4)},
+    **{"v_head_dim": one_of(3, 5), **experts_in_groups, "num_nextn_predict_layers": 0},
+    "rope_scaling": [KEPT, {**_SCALED, "mscale": 0.7, "mscale_all_dim": 0.9}, KEPT],
+}
+"""Attention to latents, with shared experts beside others, after a layer without experts."""
 
+_KINDS = ["conv", "full_attention", "conv", "full_attention"]
+CONVOLUTIONS = [_KINDS[:2], _KINDS[:3], _KINDS[1:]]
+_LFM2 = {
+    **{"hidden_act": REMOVED, "norm_eps": one_of(1e-5, 1e-3), "num_hidden_layers": [2, 3, 3]},
+    **{"layer_types": CONVOLUTIONS, "conv_L_cache": [3, 4, 2], "conv_bias": [False, True, False]},
+    **{"block_auto_adjust_ff_dim": [True, True, False], "block_multiple_of": 7},
+    "block_ffn_dim_multiplier": [1.3, 0.7, 1.0],
+}
+"""Convolutions in the first layer, in the last one, and in between."""
 
-def _exaone_moe(number, random, config):
-    """Experts in groups beside shared ones; which layers have them is said in two ways."""
-    count, layers = config["num_hidden_layers"], ["sparse", "dense"] * 2
-    said = {"mlp_layer_types": layers[:count]} if number == 1 else {"first_k_dense_replace": 1}
-    grouped = experts_in_groups(number, random, config)
-    return {
-        **grouped,
-        **dict.fromkeys(("n_routed_experts", "n_shared_experts", "first_k_dense_replace"), REMOVED),
-        "num_experts": grouped["n_routed_experts"],
-        "num_shared_experts": grouped["n_shared_experts"],
-        "norm_topk_prob": number != 2,
-        **said,
-    }
+_ACTIVATION = {"activation_function": one_of("gelu_new", *ACTIVATIONS)}
+_GPT = {
+    **removed(*_OF_LLAMA, "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    **{"max_position_embeddings": REMOVED, "n_embd": times_heads(8), "n_head": times_heads(1)},
+    **{"n_layer": [2, 3, 2], "n_positions": POSITIONS, "n_inner": [None, 11, 32], **_ACTIVATION},
+    "layer_norm_epsilon": EPSILONS,
+}
+"""Sizes under GPT-2's names."""
 
+_FALCON = {
+    **removed(*(key for key in _OF_LLAMA if key not in _OF_ROPE)),
+    **{"activation": ["gelu", "relu", "silu"], "ffn_hidden_size": [None, 13, 40]},
+    **{"layer_norm_epsilon": EPSILONS, "bias": [False, False, True]},
+    **{"multi_query": [True, False, False], "parallel_attn": [True, True, False]},
+    "new_decoder_architecture": [False, True, False],
+    "num_kv_heads": [KEPT, lambda random, config: config["num_key_value_heads"], KEPT],
+}
+"""Each of the three orders of queries and keys in one matrix."""
 
-def _latent(number, random, config):
-    """Attention to latents, with shared experts beside others, after a layer without experts."""
-    yarn = {
-        **{"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
-        "original_max_position_embeddings": 16,
-    }
-    return {
-        "num_key_value_heads": config["num_attention_heads"],
-        "attention_bias": number == 1,
-        "kv_lora_rank": pick(random, [6, 10]),
-        "q_lora_rank": [None, 7, 11][number],
-        "qk_nope_head_dim": pick(random, [4, 6]),
-        "qk_rope_head_dim": pick(random, [2, 4]),
-        "v_head_dim": pick(random, [3, 5]),
-        **experts_in_groups(number, random, config),
-        "num_nextn_predict_layers": 0,
-        **({"rope_scaling": yarn} if number == 1 else {}),
-    }
+_NEO_KINDS = [[[["global", "local"], 1]], [[["local", "global"], 1]], [[["global", "local"], 1]]]
+_NEO = {
+    **removed(*_OF_LLAMA, "num_attention_heads", "num_hidden_layers"),
+    **{"num_heads": times_heads(1), "num_layers": 2, "attention_types": _NEO_KINDS},
+    "hidden_size": times_heads(4),  # larger scores are too sharp: nothing divides them
+    **{"window_size": [5, 1, 30], "intermediate_size": [None, 13, 40], **_ACTIVATION},
+    "layer_norm_epsilon": EPSILONS,
+}
+"""Windows in some layers."""
 
-
-def _lfm2(number, random, config):
-    """Convolutions in the first layer, in the last one, and in between."""
-    kinds = ["conv", "full_attention", "conv", "full_attention"]
-    layers = [kinds[:2], kinds[:3], kinds[1:]][number]
-    return {
-        "hidden_act": REMOVED,
-        "norm_eps": pick(random, [1e-5, 1e-3]),
-        "num_hidden_layers": len(layers),
-        "layer_types": layers,
-        "conv_L_cache": [3, 4, 2][number],
-        "conv_bias": number == 1,
-        "block_auto_adjust_ff_dim": number != 2,
-        "block_ffn_dim_multiplier": [1.3, 0.7, 1.0][number],
-        "block_multiple_of": 7,
-    }
-
-
-def _gpt(number, random, config):
-    """Sizes under GPT-2's names."""
-    heads = config["num_attention_heads"]
-    of_sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    return {
-        **dict.fromkeys((*_OF_LLAMA, *of_sizes, "max_position_embeddings"), REMOVED),
-        "n_embd": 8 * heads,
-        "n_head": heads,
-        "n_layer": 2 + number % 2,
-        "n_positions": POSITIONS,
-        "n_inner": [None, 11, 32][number],
-        "activation_function": pick(random, ["gelu_new", *ACTIVATIONS]),
-        "layer_norm_epsilon": [1e-5, 1e-3, 1e-5][number],
-    }
-
-
-def _falcon(number, random, config):
-    """Each of the three orders of queries and keys in one matrix."""
-    return {
-        **dict.fromkeys((key for key in _OF_LLAMA if key not in _OF_ROPE), REMOVED),
-        "activation": ["gelu", "relu", "silu"][number],
-        "ffn_hidden_size": [None, 13, 40][number],
-        "layer_norm_epsilon": [1e-5, 1e-3, 1e-5][number],
-        "bias": number == 2,
-        "multi_query": number == 0,
-        "parallel_attn": number != 2,
-        "new_decoder_architecture": number == 1,
-        **({"num_kv_heads": config["num_key_value_heads"]} if number == 1 else {}),
-    }
-
-
-def _neo(number, random, config):
-    """Windows in some layers."""
-    heads, kinds = config["num_attention_heads"], [["global", "local"], ["local", "global"]]
-    return {
-        **dict.fromkeys((*_OF_LLAMA, "num_attention_heads", "num_hidden_layers"), REMOVED),
-        "num_heads": heads,
-        "hidden_size": 4 * heads,  # larger scores are too sharp: nothing divides them
-        "num_layers": 2,
-        "attention_types": [[kinds[number % 2], 1]],
-        "window_size": [5, 1, 30][number],
-        "intermediate_size": [None, 13, 40][number],
-        "activation_function": pick(random, ["gelu_new", *ACTIVATIONS]),
-        "layer_norm_epsilon": [1e-5, 1e-3, 1e-5][number],
-    }
-
-
-def _opt(number, random, config):
-    return {
-        **dict.fromkeys(_OF_LLAMA, REMOVED),
-        "ffn_dim": pick(random, [13, 24, 40]),
-        "activation_function": ["relu", "gelu", "relu"][number],
-        "enable_bias": number != 1,
-    }
-
-
-def _helium(number, random, config):
-    return {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
-
-
-BOTH = biases("attention_bias", "mlp_bias")
-ATTENTION = biases("attention_bias")
+_OPT = {
+    **{**removed(*_OF_LLAMA), "ffn_dim": one_of(13, 24, 40), "enable_bias": [True, False, True]},
+    "activation_function": ["relu", "gelu", "relu"],
+}
 _LOCAL = experts("num_local_experts")
 _THETAS = {"layer_rope_theta": [None, [0, 100.0, 5000.0], [700.0, 0, 700.0]]}
 _NORMED = {"norm_topk_prob": [True, True, False]}
@@ -361,19 +287,18 @@ _NORMED_ONCE = {"norm_topk_prob": [False, True, False]}
 _SOME_WINDOWS = {"use_sliding_window": [False, False, True], "sliding_window": 9}
 _SOME_EXPERTS = {"decoder_sparse_step": [1, 2, 1], "mlp_only_layers": [[1], [], []]}
 _QKV = {key: [False, True, False] for key in ("qkv_bias", "bias")}
-_EPSILON = {"rms_norm_eps": REMOVED, "norm_eps": [1e-5, 1e-3, 1e-5]}
 
 FAMILIES = {
     "apertus": ("Apertus", ATTENTION, {"hidden_act": "xielu"}),
     "arcee": ("Arcee", BOTH, {"hidden_act": "relu2"}),
-    "cohere2": ("Cohere2", ATTENTION, windows, layer_norm, {"logit_scale": [0.5, 0.25, 1.5]}),
-    "cwm": ("Cwm", sizes_of_heads, windows, biases("mlp_bias")),
+    "cohere2": ("Cohere2", ATTENTION, _WINDOWS, layer_norm, {"logit_scale": [0.5, 0.25, 1.5]}),
+    "cwm": ("Cwm", sizes_of_heads, _WINDOWS, biases("mlp_bias")),
     "deepseek_v2": (
-        *("DeepseekV2", _latent, {"topk_method": ["greedy", "group_limited_greedy", "greedy"]}),
+        *("DeepseekV2", _LATENT, {"topk_method": ["greedy", "group_limited_greedy", "greedy"]}),
         {"n_group": [None, 3, None], "topk_group": [None, 2, None], "norm_topk_prob": False},
     ),
     "deepseek_v3": (
-        *("DeepseekV3", _latent, _NORMED, {"rope_interleave": [True, True, False]}),
+        *("DeepseekV3", _LATENT, _NORMED, {"rope_interleave": [True, True, False]}),
         {"n_group": [1, 3, 2], "topk_group": [1, 2, 1]},
     ),
     "dots1": (
@@ -381,7 +306,7 @@ FAMILIES = {
         {"sliding_window": [None, 9, 5], "max_window_layers": 1, "norm_topk_prob": True},
     ),
     "ernie4_5": ("Ernie4_5", sizes_of_heads, biases("use_bias")),
-    "exaone4": ("Exaone4", windows, {"sliding_window_pattern": [2, 4, 3]}),
+    "exaone4": ("Exaone4", _WINDOWS, {"sliding_window_pattern": [2, 4, 3]}),
     "gemma": (
         *("Gemma", sizes_of_heads, ATTENTION),
         {"hidden_act": ["gelu", "gelu_pytorch_tanh", "silu"]},
@@ -392,30 +317,30 @@ FAMILIES = {
         *("Glm4Moe", part_turns, ATTENTION, experts_in_groups),
         {"head_dim": 8, "use_qk_norm": [True, False, True], **_NORMED},
     ),
-    "gpt_neox": ("GPTNeoX", layer_norm, _neox),
+    "gpt_neox": ("GPTNeoX", layer_norm, _NEOX),
     "gpt_oss": (
-        *("GptOss", sizes_of_heads, ATTENTION, windows, _LOCAL),
+        *("GptOss", sizes_of_heads, ATTENTION, _WINDOWS, _LOCAL),
         {"swiglu_limit": [7.0, 1.0, 7.0], "attention_bias": [True, True, False]},
     ),
     "granite": ("Granite", BOTH, multipliers),
     "granitemoe": ("GraniteMoe", ATTENTION, multipliers, _LOCAL),
-    "granitemoehybrid": ("GraniteMoeHybrid", ATTENTION, multipliers, _LOCAL, _hybrid),
+    "granitemoehybrid": ("GraniteMoeHybrid", ATTENTION, multipliers, _LOCAL, _HYBRID),
     "granitemoeshared": (
         *("GraniteMoeShared", ATTENTION, multipliers, _LOCAL),
         {"shared_intermediate_size": [9, 0, 16]},
     ),
-    "helium": ("Helium", BOTH, _helium),
-    "hunyuan_v1_dense": ("HunYuanDenseV1", ATTENTION, _ntk),
-    "lfm2": ("Lfm2", _lfm2, layer_norm, {"layer_norm_eps": REMOVED}),
-    "ministral": ("Ministral", sizes_of_heads, windows),
-    "ministral3": ("Ministral3", sizes_of_heads, _grown, {"sliding_window": [None, 9, None]}),
+    "helium": ("Helium", BOTH, {"head_dim": of_head}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", ATTENTION, _NTK),
+    "lfm2": ("Lfm2", _LFM2, layer_norm, {"layer_norm_eps": REMOVED}),
+    "ministral": ("Ministral", sizes_of_heads, _WINDOWS),
+    "ministral3": ("Ministral3", sizes_of_heads, _GROWN, {"sliding_window": [None, 9, None]}),
     "mixtral": ("Mixtral", sizes_of_heads, _LOCAL, {"sliding_window": [None, 9, 30]}),
     "nemotron": (
-        *("Nemotron", part_turns, BOTH, _EPSILON),
+        *("Nemotron", part_turns, BOTH, {"rms_norm_eps": REMOVED, "norm_eps": EPSILONS}),
         {"hidden_act": ["relu2", "silu", "relu2"], "num_hidden_layers": [2, 1, 2]},
     ),
     "olmo2": ("Olmo2", ATTENTION),
-    "olmo3": ("Olmo3", ATTENTION, windows, _by_types),
+    "olmo3": ("Olmo3", ATTENTION, _WINDOWS, _BY_TYPES),
     "olmoe": ("Olmoe", ATTENTION, experts("num_experts"), _NORMED_ONCE),
     "phi": ("Phi", part_turns, layer_norm, {"tie_word_embeddings": False}),
     "qwen2_moe": (
@@ -440,17 +365,17 @@ FAMILIES = {
     "stablelm": ("StableLm", part_turns, layer_norm, biases("use_qkv_bias")),
     "starcoder2": (
         *("Starcoder2", biases("use_bias"), {"rms_norm_eps": REMOVED}),
-        {"norm_epsilon": [1e-5, 1e-3, 1e-5], "sliding_window": [9, None, 30]},
+        {"norm_epsilon": EPSILONS, "sliding_window": [9, None, 30]},
     ),
     "cohere": (
         *("Cohere", ATTENTION, layer_norm),
         {"logit_scale": [0.5, 0.25, 1.5], "use_qk_norm": [True, False, True]},
     ),
-    "ernie4_5_moe": ("Ernie4_5_Moe", sizes_of_heads, _experts_or_none),
-    "exaone_moe": ("ExaoneMoe", windows, _exaone_moe, {"sliding_window_pattern": [2, 4, 3]}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", sizes_of_heads, _EXPERTS_OR_NONE),
+    "exaone_moe": ("ExaoneMoe", _WINDOWS, _EXAONE_MOE),
     "flex_olmo": ("FlexOlmo", ATTENTION, experts("num_experts"), _NORMED_ONCE),
     "hunyuan_v1_moe": (
-        *("HunYuanMoEV1", ATTENTION, _ntk),
+        *("HunYuanMoEV1", ATTENTION, _NTK),
         {"num_experts": [4, 7, 5], "moe_topk": [[2, 2], 6, 1]},
     ),
     "minimax_m2": ("MiniMaxM2", _LOCAL, {"head_dim": [8, 6, 10], "rotary_dim": [4, 6, 8]}),
@@ -460,34 +385,34 @@ FAMILIES = {
         {"intermediate_size": REMOVED, "first_k_dense_replace": REMOVED},
     ),
     "vaultgemma": (
-        *("VaultGemma", sizes_of_heads, ATTENTION, windows, {"hidden_act": REMOVED}),
+        *("VaultGemma", sizes_of_heads, ATTENTION, _WINDOWS, {"hidden_act": REMOVED}),
         {"hidden_activation": ["gelu_pytorch_tanh", "silu", "gelu"]},
         {"attn_logit_softcapping": [2.0, None, 50.0], "query_pre_attn_scalar": [5, 16, 9]},
         {"final_logit_softcapping": [None, 3.0, 30.0]},
     ),
     "exaone": ("Exaone", sizes_of_heads),
-    "falcon": ("Falcon", _falcon),
+    "falcon": ("Falcon", _FALCON),
     "glm4_moe_lite": (
-        *("Glm4MoeLite", _latent, _NORMED, {"first_k_dense_replace": REMOVED}),
+        *("Glm4MoeLite", _LATENT, _NORMED, {"first_k_dense_replace": REMOVED}),
         {"mlp_layer_types": [None, ["sparse", "dense", "sparse"], ["sparse", "sparse"]]},
         {"rope_interleave": [True, True, False]},
     ),
     "gpt_bigcode": (
-        *("GPTBigCode", _gpt),
+        *("GPTBigCode", _GPT),
         {"multi_query": [True, False, True], "scale_attn_weights": [True, True, False]},
     ),
-    "gpt_neo": ("GPTNeo", _neo),
-    "gptj": ("GPTJ", _gpt, {"rotary_dim": [2, 4, 8], "tie_word_embeddings": False}),
-    "granite_swa": ("GraniteSWA", BOTH, multipliers, windows, _THETAS),
+    "gpt_neo": ("GPTNeo", _NEO),
+    "gptj": ("GPTJ", _GPT, {"rotary_dim": [2, 4, 8], "tie_word_embeddings": False}),
+    "granite_swa": ("GraniteSWA", BOTH, multipliers, _WINDOWS, _THETAS),
     "granitemoe_swa": (
-        *("GraniteMoeSWA", ATTENTION, multipliers, _LOCAL, windows, _THETAS),
+        *("GraniteMoeSWA", ATTENTION, multipliers, _LOCAL, _WINDOWS, _THETAS),
         {"shared_intermediate_size": [0, 9, 16]},
     ),
     "hyperclovax": ("HyperCLOVAX", BOTH, multipliers, {"use_post_norm": [True, False, True]}),
     "internlm3": ("InternLM3", sizes_of_heads, _QKV),
     "iquestcoder": ("IQuestCoder", sizes_of_heads, BOTH),
     "jais2": ("Jais2", BOTH, layer_norm, {"hidden_act": ["relu2", "gelu", "relu2"]}),
-    "opt": ("OPT", _opt),
+    "opt": ("OPT", _OPT),
     "phimoe": (
         *("Phimoe", ATTENTION, _LOCAL),
         {"router_jitter_noise": [0.01, 0.3, 0.1], "num_experts_per_tok": 2},

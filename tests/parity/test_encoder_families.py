@@ -1,4 +1,4 @@
-"""Our encoders of each family against transformers' torch models: encoder_family_record.py recorded them."""
+"""Our encoders of each family against transformers' torch models: encoder_record.py recorded them."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def write(case, directory):
     module = model_registry.make_encoder(config_file.load_encoder(directory), out_in=True)
     prefix = f"{module.name}."
     published = {
-        name.removeprefix("" if case.scores else prefix): case.published(
+        name.removeprefix("" if case.scores else prefix): case.in_file(
             name.removeprefix(prefix), each.shape
         )
         for name, each in parameters_of(module).items()

@@ -3,21 +3,20 @@
 import itertools
 import json
 from dataclasses import asdict
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tests.extent import sampled
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
 from prejit.compiler.models import image_config
 from prejit.compiler.models.families.image_towers import normalized_pixels
-from prejit.compiler.models.layers.product_forms import using
-from prejit.compiler.models.parameters import with_parameters
 from prejit.runtime.encoding.images import pixels_of
 from prejit.runtime.format.bundle_schema import Images
 
+from .encoder_results import with_weights
 from .image_cases import PICTURES, REFERENCE, image_cases
 
 REFERENCES = (REFERENCE,)
@@ -50,32 +49,22 @@ def test_pixels_and_results_equal_those_of_transformers(case, reference, tmp_pat
     normalized = np.asarray(normalized_pixels(pixels, source.processing))
     assert np.abs(normalized - given).max() <= PIXEL_TOLERANCE * max(1, np.abs(given).max())
 
-    checkpoint = open_encoder(tmp_path, out_in=forms is not None, images=True)
-    weights = {name: checkpoint.read(name) for name in checkpoint.names}
-    module = image_config.make_images(source, out_in=forms is not None)
-    graph, state = nnx.split(module)
-
-    def images(weights, pixels):
-        with using(forms):
-            return nnx.merge(graph, with_parameters(state, weights)).image(pixels)
-
-    found = np.asarray(jax.jit(images)(weights, pixels))
+    out_in = forms is not None
+    checkpoint = open_encoder(tmp_path, out_in=out_in, images=True)
+    weights, call = with_weights(image_config.make_images(source, out_in=out_in), checkpoint, forms)
+    found = np.asarray(jax.jit(partial(call, "image"))(weights, pixels))
     expected = reference[f"{case.name} images"]
     assert expected.std() > 100 * TOLERANCE, "a constant would pass"
     assert np.abs(found - expected).max() <= TOLERANCE
     if not case.texts:
         return
-
-    def texts(weights, tokens, length):
-        with using(forms):
-            return nnx.merge(graph, with_parameters(state, weights))(tokens, length)
-
     shape = image_config.describe_texts(source)
     assert shape is not None
     most, fill = shape.max_tokens, 0 if shape.padding is None else shape.padding
     tokens = np.array([[*ids, *[fill] * (most - len(ids))] for ids in case.texts], np.int32)
     counted = [len(ids) if shape.padding is None else most for ids in case.texts]
-    embedded = np.asarray(jax.jit(texts)(weights, tokens, np.array(counted, np.int32)))
+    run = jax.jit(partial(call, "__call__"))
+    embedded = np.asarray(run(weights, tokens, np.array(counted, np.int32)))
     assert np.abs(embedded - reference[f"{case.name} texts"]).max() <= TOLERANCE
 
 

@@ -1,9 +1,6 @@
 """Our models against transformers' torch models: what those say is recorded by record.py."""
 
-import json
-import os
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -50,17 +47,6 @@ class Model:
     @property
     def _empty_cache(self):
         return nnx.merge(self.graph, self.state).make_cache(1, self.context, "float32")
-
-    def write(self, prompt, count):
-        """The greedy tokens after a prompt, which goes through decode token by token."""
-        run, cache = jax.jit(self._run, donate_argnums=4), self._empty_cache
-        tokens, one = list(prompt), jnp.ones(1, jnp.int32)
-        for place in range(len(prompt) + count - 1):
-            token = np.array([[tokens[place]]], np.int32)
-            logits, cache = run(self.weights, token, np.array([place], np.int32), one, cache)
-            if place >= len(prompt) - 1:
-                tokens.append(int(logits[0].argmax()))
-        return tokens[len(prompt) :]
 
     def follow(self, prompt, greedy):
         """Float32 [1 + len(greedy), V]: prefill in one padded piece, then decode steps."""
@@ -193,22 +179,3 @@ def test_every_case_is_recorded_and_they_differ(reference):
 @named(cases())
 def test_the_record_equals_what_torch_gives_here(case, reference, tmp_path):
     assert np.abs(torch_logits(case, tmp_path) - reference[case.name]).max() <= TOLERANCE / 2
-
-
-@pytest.fixture(scope="module")
-def stories():
-    shared = Path(os.environ.get("PREJIT_SHARED", Path(__file__).parents[2] / "../shared"))
-    directory = shared / "data" / "stories260k"
-    if not directory.is_dir():
-        pytest.skip(
-            f"no {directory}; PREJIT_SHARED names the directory that holds data/stories260k"
-        )
-    return directory
-
-
-def test_a_trained_llama_writes_its_published_text(stories):
-    """By the portable form: test_stories.py has a build, which has kernels."""
-    expected = json.loads((stories / "expected.json").read_text())
-    prompt, published = expected["prompt_ids"], expected["ids"]
-    assert len(published) == 200
-    assert Model(stories, 256).write(prompt, len(published)) == published

@@ -3,23 +3,22 @@
 import itertools
 import json
 from dataclasses import asdict
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from tests.extent import sampled
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry, sight_config
 from prejit.compiler.models.families.decoders import PlacedImages
-from prejit.compiler.models.layers.product_forms import using
-from prejit.compiler.models.parameters import with_parameters
 from prejit.runtime.encoding.images import pixels_of
 from prejit.runtime.format.bundle_schema import Images
 from prejit.runtime.generation.image_prompts import PromptImages
 
+from .encoder_results import with_weights
 from .image_cases import PICTURES
 from .sight_cases import PROMPTS, REFERENCE, STEPS, sight_cases
 
@@ -48,22 +47,10 @@ def test_logits_equal_those_of_transformers(case, reference, tmp_path, forms):
     files = [tmp_path / f"picture{number}.png" for number in range(len(PICTURES))]
     pixels = np.stack([pixels_of(file, described, "picture") for file in files])
     checkpoint = open_checkpoint(tmp_path, out_in=forms is not None, images=True)
-    weights = {name: checkpoint.read(name) for name in checkpoint.names}
-    graph, state = nnx.split(module)
-
-    def bound(weights):
-        return nnx.merge(graph, with_parameters(state, weights))
-
-    def image(weights, pixels):
-        with using(forms):
-            return bound(weights).image(pixels)
-
-    def step(weights, tokens, start, length, cache, images=None):
-        with using(forms):
-            return bound(weights)(tokens, start, length, cache, images=images)
-
-    run = jax.jit(step)
-    read = np.asarray(jax.jit(image)(weights, pixels)).reshape(len(files), described.tokens, -1)
+    weights, call = with_weights(module, checkpoint, forms)
+    run = jax.jit(partial(call, "__call__"))
+    read = np.asarray(jax.jit(partial(call, "image"))(weights, pixels))
+    read = read.reshape(len(files), described.tokens, -1)
     room, one = LONGEST, np.ones(1, np.int32)
     for number, (_, chosen) in enumerate((*PROMPTS, ("a conversation", (2, 0)))):
         ids = reference[f"{case.name} ids {number}"].astype(np.int32)
@@ -74,9 +61,9 @@ def test_logits_equal_those_of_transformers(case, reference, tmp_path, forms):
         padded[0, : len(ids)], ends[0, : len(ids)] = ids, found
         placed = np.zeros((1, room, read.shape[-1]), np.float32)
         placed[ends >= 0] = embeddings
-        cache = bound(weights).make_cache(1, room + STEPS, "float32")
+        cache = call("make_cache", weights, 1, room + STEPS, "float32")
         given = PlacedImages(jnp.asarray(placed), jnp.asarray(ends)) if chosen else None
-        logits, cache = run(weights, padded, one - 1, count, cache, given)
+        logits, cache = run(weights, padded, one - 1, count, cache, images=given)
         expected = reference[f"{case.name} logits {number}"]
         for place, token in enumerate(reference[f"{case.name} tokens {number}"].astype(np.int32)):
             assert np.abs(np.asarray(logits[0]) - expected[place]).max() <= TOLERANCE
