@@ -104,16 +104,13 @@ def _gpt2(number: int, random: np.random.Generator) -> Config:
     return {
         "vocab_size": pick(random, _VOCABULARIES),
         "n_positions": pick(random, [PROMPT + STEPS, 96, 107]),
-        "n_embd": heads * head_size,
-        "n_head": heads,
-        "n_layer": pick(random, [1, 2]),
+        **{"n_embd": heads * head_size, "n_head": heads, "n_layer": pick(random, [1, 2])},
         "n_inner": pick(random, [None, 11, 32]),
         "activation_function": activations[number % 5],
         "layer_norm_epsilon": pick(random, [1e-5, 1e-6, 1e-3]),
-        "scale_attn_weights": number % 4 != 1,
+        **{"scale_attn_weights": number % 4 != 1, "tie_word_embeddings": number % 3 != 0},
         "scale_attn_by_inverse_layer_idx": number % 4 == 2,
         "reorder_and_upcast_attn": number % 4 == 3,
-        "tie_word_embeddings": number % 3 != 0,
     }
 
 
@@ -128,8 +125,7 @@ def common_sizes(random: np.random.Generator, *, even: bool = False) -> Config:
         "hidden_size": width,
         "intermediate_size": pick(random, [13, 24, 40]),
         "num_hidden_layers": pick(random, [1, 2]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads},
         "max_position_embeddings": POSITIONS,
         "rms_norm_eps": pick(random, [1e-5, 1e-6]),
     }

@@ -129,7 +129,7 @@ def main(python, directory, *, build):
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [python, "-m", "tests.parity.model_table_record", str(directory)]
+    command = [python, "-m", "tests.parity.model_table_cases", str(directory)]
     subprocess.run(command, check=True, env=environment)
     of_torch = json.loads((directory / "versions.json").read_text())
     versions = {name: version(name) for name in ("jax", "jaxlib", "prejit")} | of_torch

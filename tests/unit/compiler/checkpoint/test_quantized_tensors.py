@@ -314,23 +314,19 @@ def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):
         tensors |= {name: values, f"{name}_scale": scale}
         wide[name] = values * scale
     save_file(tensors, file)
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    settings = PACKED | {
-        "format": "int-quantized",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps(case.config | {"quantization_config": settings})
-    )
+    settings = {**with_weights(num_bits=8, strategy="channel"), "format": "int-quantized"}
+    config = json.dumps(case.config | {"quantization_config": settings})
+    (tmp_path / "config.json").write_text(config)
     checkpoint = open_checkpoint(tmp_path, out_in=True)
     down, up = sorted(name for name in checkpoint.forms if ".layers.0." in name)
     block = up.partition("gate_up")[0]
-    joined = np.stack(
-        [
-            np.concatenate([wide[f"{block}{expert}.{part}_proj.weight"] for part in ("gate", "up")])
-            for expert in range(case.config["num_experts"])
-        ]
+    gates, ups = (
+        np.stack(
+            [wide[f"{block}{n}.{part}_proj.weight"] for n in range(case.config["num_experts"])]
+        )
+        for part in ("gate", "up")
     )
+    joined = np.concatenate([gates, ups], axis=1)
     np.testing.assert_array_equal(checkpoint.read(up), joined)
     found, scale = kept(checkpoint.rows(up).integers(), STORED_DTYPES["int8"], 2)
     np.testing.assert_array_equal(found * scale[..., None], joined)
