@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import cases, hybrid_cases, sibling_cases
+from . import cases, sibling_cases
 from .record import published_shapes, torch_model
 from .sibling_cases import Sibling
 
@@ -44,7 +44,7 @@ class Scaled(Sibling):
 def decoder_cases():
     """The first of each model_type, then the second, then the third."""
     found = {}
-    for module in (cases, sibling_cases, hybrid_cases):
+    for module in (cases, sibling_cases):
         for case in module.cases():
             if "long_factor" not in str(case.config) and case.config["model_type"] not in _SOURCES:
                 found.setdefault(case.config["model_type"], []).append(case)

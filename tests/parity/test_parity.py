@@ -15,9 +15,8 @@ from prejit.compiler.models.layers.product_forms import using
 from prejit.compiler.models.parameters import with_parameters
 
 from .cases import PROMPT, REFERENCE, STEPS, Case, cases
-from .hybrid_cases import MODEL_TYPES as HYBRIDS
 from .record import TIE, nearest_tokens, torch_logits
-from .sibling_cases import FAMILIES as SIBLINGS
+from .sibling_cases import cases as siblings
 
 REFERENCES = (REFERENCE,)
 TOLERANCE = 1e-4
@@ -172,8 +171,8 @@ def test_longrope_equals_torch_where_programs_end_with_its_context_and_beyond_it
 def test_every_case_is_recorded_and_they_differ(reference):
     assert list(reference) == [case.name for case in cases()]
     families = Counter(name.split("-")[0] for name in reference)
-    others = {*ENCODER_DECODERS, *SIBLINGS, *HYBRIDS}
-    known = model_registry.DECODERS.keys() - others
+    others = {str(case.config["model_type"]) for case in siblings()}
+    known = model_registry.DECODERS.keys() - others - ENCODER_DECODERS
     assert families.keys() == {family.removesuffix("_text") for family in known}
     assert min(families.values()) >= 10
     assert_measures(reference, STEPS)

@@ -235,17 +235,13 @@ SIZES = {
 @pytest.mark.parametrize("family", CONFIGS)
 def test_metadata_gives_another_model_than_the_published_config_json(family, tmp_path):
     architecture, more, metadata, tensors = CONFIGS[family]
-    size = 8 if family == "phi3" else 64
+    size = 8 if family in ("phi3", "qwen2") else 64
     config = {"model_type": family, **SIZES, "tie_word_embeddings": family != "llama", **more}
-    config |= {} if family in ("phi3", "qwen2") else {"head_dim": size}
-    if family == "qwen2":
-        size = 8
-    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config["mlp_bias" if family == "llama" else "model_type"] = more.get("mlp_bias", family)
+    config |= {} if size == 8 else {"head_dim": size}
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     (tmp_path / "published").mkdir()
     (tmp_path / "published" / "config.json").write_text(json.dumps(config))
-    file = tmp_path / "m.gguf"
-    sized = SIZES | {"head_dim": size}
+    file, sized = tmp_path / "m.gguf", SIZES | {"head_dim": size}
     write(file, architecture, sized, TOKENIZERS["qwen2"], tensors=tensors, **metadata)
     wanted = config_file.load_config(tmp_path / "published").to_dict()
     found = config_file.load_config(model_directory(file)).to_dict()

@@ -19,7 +19,6 @@ from tests.extent import examples
 from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
-from tests.parity.hybrid_cases import cases as hybrids
 from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
@@ -193,7 +192,7 @@ _UNUSABLE = [
 
 @pytest.mark.parametrize("family", sorted({family for family, _, _ in _UNUSABLE}))
 def test_a_setting_that_is_not_built_is_named(family, tmp_path):
-    further = {case.name: case.config for case in (*siblings(), *hybrids())}
+    further = {case.name: case.config for case in siblings()}
     right = CONFIGS[family] if family in CONFIGS else further[f"{family}-0"]
     for change, said in [row[1:] for row in _UNUSABLE if row[0] == family]:
         (tmp_path / "config.json").write_text(json.dumps({**right, **change}))
@@ -206,7 +205,7 @@ def test_a_setting_that_is_not_built_is_named(family, tmp_path):
 _DECODERS = {
     case.config["model_type"]: case.config
     for case in (
-        *(*cases(), *siblings(), *hybrids()),
+        *(*cases(), *siblings()),
         *(*t5_cases.cases(), *whisper_cases.cases()),
     )
 }

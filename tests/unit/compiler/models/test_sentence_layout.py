@@ -134,7 +134,7 @@ SOFTMAX = {"sentence_transformers": {"activation_fn": f"{TORCH}.Softmax"}}
 NOT_BUILT = (
     (BERT, POOLING, {"pooling_mode_mean_tokens": False}, "to be true, found none"),
     (BERT, POOLING, {"pooling_mode_median": True}, "pooling_mode_median: expected one of"),
-    (BERT, POOLING, {"pooling_mode": "median"}, 'mode: expected "cls" or .* found "median"'),
+    (BERT, POOLING, {"pooling_mode": "median"}, 'pooling_mode: expected "cls".* found "median"'),
     (BERT, POOLING, {"pooling_mode": ["cls", "cls"]}, "pooling_mode: expected each mode once"),
     (BERT, TOKENIZER, {"truncation_side": "left"}, 'truncation_side: expected "right" or null'),
     (BERT, POOLING, {"word_embedding_dimension": 5}, "embedding_dimension: expected 4.*found 5"),
@@ -160,7 +160,7 @@ NOT_BUILT = (
         SCORES,
         CONFIG,
         SOFTMAX,
-        r"activation_fn: expected .*Identity.* or .*Sigmoid.*; found .*Softm",
+        r"activation_fn: expected .*Identity.* or .*Sigmoid.*; found .*Softmax",
     ),
     (LLAMA, CONFIG, {"use_bidirectional_attention": True}, "attention: expected null or false"),
     (ROBERTA_SCORES, CONFIG, {"type_vocab_size": 2}, "type_vocab_size: expected 1 for roberta"),
