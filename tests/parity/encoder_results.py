@@ -1,10 +1,13 @@
 """What our encoders give, in the form in which torch's results are recorded."""
 
+import itertools
 from functools import partial
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
+from tests.extent import sampled
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
 from prejit.compiler.models import config_file, model_registry
@@ -13,6 +16,17 @@ from prejit.compiler.models.parameters import with_parameters
 
 PADDING = 5
 """How many more tokens of padding stand behind every row than torch had."""
+
+
+def in_both_forms(cases, is_sampled):
+    """Parametrize with cases and forms; `make test` runs those for which `is_sampled(case, form)`."""
+    every = itertools.product(cases, ["portable", "kernels"])
+    return pytest.mark.parametrize(
+        ("case", "forms"),
+        sampled(every, lambda each: is_sampled(*each)),
+        indirect=["forms"],
+        ids=lambda each: getattr(each, "name", each),
+    )
 
 
 def with_weights(module, checkpoint, forms):
