@@ -183,11 +183,12 @@ def _qwen3(number: int, random: np.random.Generator, rope: str) -> Config:
 def _layers(number: int, random: np.random.Generator) -> Config:
     """Windows in some layers, in each of the ways to say so; a window that is not used in the others."""
     kinds = ["sliding_attention", "full_attention"]
-    return [
+    ways: list[Config] = [
         {"use_sliding_window": False},
         {"num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 1},
         {"num_hidden_layers": 2, "use_sliding_window": True, "layer_types": kinds},
-    ][number % 3] | {"sliding_window": pick(random, [4, 9, 40])}
+    ]
+    return {**ways[number % 3], "sliding_window": pick(random, [4, 9, 40])}
 
 
 def _gemma(number: int, random: np.random.Generator) -> Config:
