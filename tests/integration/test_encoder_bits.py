@@ -8,7 +8,7 @@ import pytest
 from tests.extent import cases
 from tests.manifests import encoder_manifest
 from tests.parity.encoder_family_cases import WIDE_REFERENCE, wide_cases
-from tests.parity.test_encoder_families import write
+from tests.parity.test_encoder_parity import write
 
 from prejit.runtime import load
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests import extent
 from tests.decoders import VOCABULARY
-from tests.parity import hybrid_cases
+from tests.parity import sibling_cases
 
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
@@ -203,7 +203,7 @@ def other(request, make_decoder, run, once, tmp_path_factory):
 
 
 def hybrid_case(family):
-    return next(case for case in hybrid_cases.cases() if case.name == f"{family}-0")
+    return next(case for case in sibling_cases.cases() if case.name == f"{family}-0")
 
 
 def with_texts(bundle):

@@ -22,12 +22,7 @@ REFERENCE = Path(__file__).parent / "adapter_reference.npz"
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with adapters.
-
-    Attributes:
-        base: the model.
-        adapters: arguments of PEFT's LoraConfig, of each adapter in the order in which they are merged.
-    """
+    """A model, and arguments of PEFT's LoraConfig, of each adapter in the order in which they are merged."""
 
     base: Case
     adapters: tuple[dict, ...]
@@ -47,11 +42,7 @@ class Adapted:
         self.base.write(directory / "base")
         made = []
         for place in range(len(self.adapters)):
-            found = (
-                json.loads(_recorded()[f"{self.name}/{place}"])
-                if recorded is None
-                else recorded[place]
-            )
+            found = recorded[place] if recorded else json.loads(_recorded()[f"{self.name}/{place}"])
             made.append(directory / f"adapter-{place}")
             write_adapter(made[-1], found["config"], found["shapes"], self.base.seed + place)
         return tuple(made)
@@ -78,16 +69,9 @@ def _recorded():
 
 
 _SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "head_dim": 4,
-    "pad_token_id": 0,
+    **{"vocab_size": 31, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"rms_norm_eps": 1e-6, "head_dim": 4, "pad_token_id": 0},
 }
 
 
@@ -97,16 +81,8 @@ def _base(family, kind, seed, **others):
 
 
 _GPT2 = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    **{
-        "vocab_size": 29,
-        "n_positions": 128,
-        "n_embd": 20,
-        "n_head": 5,
-        "n_layer": 2,
-        "n_inner": None,
-    },
+    **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 29},
+    **{"n_positions": 128, "n_embd": 20, "n_head": 5, "n_layer": 2, "n_inner": None},
     "tie_word_embeddings": True,
 }
 _SCALED = {
@@ -116,34 +92,22 @@ _SCALED = {
     "rank_pattern": {"layers.0.self_attn.q_proj": 5, r"layers\.\d+\.mlp\.down_proj": 2},
 }
 _SAVED = {
-    "r": 2,
-    "target_modules": ["embed_tokens", "o_proj"],
+    **{"r": 2, "target_modules": ["embed_tokens", "o_proj"]},
     "modules_to_save": ["lm_head", "norm"],
 }
-_IN_OUT = r".*\.(c_attn|c_proj|c_fc)"
+_DORA = {
+    **{"target_modules": r".*\.(c_attn|c_proj|c_fc)", "fan_in_fan_out": True},
+    **{"use_dora": True, "bias": "lora_only"},
+}
+_SECOND = {"r": 3, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}
+_DROPPING = {"r": 3, "target_modules": "all-linear", "lora_dropout": 0.1}
+_OF_ALL = {"r": 4, "target_modules": "all-linear", "use_dora": True}
 
 CASES = (
     Adapted(_base("llama", "Llama", 71, attention_bias=True, tie_word_embeddings=True), (_SCALED,)),
     Adapted(_base("llama", "Llama", 72, tie_word_embeddings=False), (_SAVED,)),
-    Adapted(
-        Case("gpt2-73", _GPT2, 73),
-        (
-            {
-                "target_modules": _IN_OUT,
-                "use_dora": True,
-                "fan_in_fan_out": True,
-                "bias": "lora_only",
-            },
-            {"r": 3, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
-        ),
-    ),
-    Adapted(
-        _base("phi3", "Phi3", 74, tie_word_embeddings=False),
-        ({"r": 3, "target_modules": "all-linear", "lora_dropout": 0.1},),
-    ),
-    Adapted(
-        _base("qwen3", "Qwen3", 75, tie_word_embeddings=True),
-        ({"r": 4, "target_modules": "all-linear", "use_dora": True},),
-    ),
+    Adapted(Case("gpt2-73", _GPT2, 73), (_DORA, _SECOND)),
+    Adapted(_base("phi3", "Phi3", 74, tie_word_embeddings=False), (_DROPPING,)),
+    Adapted(_base("qwen3", "Qwen3", 75, tie_word_embeddings=True), (_OF_ALL,)),
 )
 """Each kind of adapter on a family whose matrices are published in another way."""

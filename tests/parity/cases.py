@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration with a seed for its weights.
-
-    Attributes:
-        name: `gpt2-07`, `llama-00-llama3`.
-        config: of config.json.
-        seed: of weights and prompt.
-    """
+    """A name like `llama-00-llama3`, what config.json holds, and a seed for weights and prompt."""
 
     name: str
     config: Config
@@ -56,8 +49,7 @@ class Case:
 
     def write(self, directory: Path) -> None:
         """Writes the checkpoint as torch's save_pretrained would."""
-        shapes = self.tensor_shapes
-        tensors = {name: self.values(name, shape) for name, shape in shapes.items()}
+        tensors = {name: self.values(name, each) for name, each in self.tensor_shapes.items()}
         write_checkpoint(directory, self.config, tensors)
 
     def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -77,17 +69,19 @@ def write_checkpoint(directory: Path, config: Config, tensors: dict[str, Any]) -
 
 
 def cases() -> tuple[Case, ...]:
-    made = (
-        *_gpt2(12),
-        *_llama(24),
-        *_mistral(10),
-        *_qwen2(10),
-        *_qwen3(10),
-        *_gemma2(10),
-        *_gemma3(12),
-        *_phi3(14),
-    )
-    return tuple(Case(case.name, case.config, _SEEDS.get(case.name, case.seed)) for case in made)
+    made = []
+    for stream, (family, kind, count, ropes, change) in enumerate(_FAMILIES, 1):
+        for number in range(count):
+            rope = [ropes[number % len(ropes)]] if ropes else []
+            name = "-".join([family.removesuffix("_text"), f"{number:02}", *rope])
+            random = np.random.default_rng([stream, number])
+            config = {
+                "model_type": family,
+                "architectures": [kind],
+                **change(number, random, *rope),
+            }
+            made.append(Case(name, config, _SEEDS.get(name, 100 * stream + number)))
+    return tuple(made)
 
 
 _SEEDS = {
@@ -104,28 +98,20 @@ _VOCABULARIES = [29, 31, 37, 41]
 ACTIVATIONS = ["silu", "gelu", "relu", "gelu_pytorch_tanh"]
 
 
-def _gpt2(count: int) -> Iterator[Case]:
-    activations = cycle(["gelu_new", "gelu", "relu", "silu", "gelu_pytorch_tanh"])
-    for number, activation in enumerate(islice(activations, count)):
-        random = np.random.default_rng([1, number])
-        heads, head_size = pick(random, [1, 2, 3, 5, 7]), pick(random, [2, 3, 4, 7, 8])
-        config = {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": pick(random, _VOCABULARIES),
-            "n_positions": pick(random, [PROMPT + STEPS, 96, 107]),
-            "n_embd": heads * head_size,
-            "n_head": heads,
-            "n_layer": pick(random, [1, 2]),
-            "n_inner": pick(random, [None, 11, 32]),
-            "activation_function": activation,
-            "layer_norm_epsilon": pick(random, [1e-5, 1e-6, 1e-3]),
-            "scale_attn_weights": number % 4 != 1,
-            "scale_attn_by_inverse_layer_idx": number % 4 == 2,
-            "reorder_and_upcast_attn": number % 4 == 3,
-            "tie_word_embeddings": number % 3 != 0,
-        }
-        yield Case(f"gpt2-{number:02}", config, 100 + number)
+def _gpt2(number: int, random: np.random.Generator) -> Config:
+    heads, head_size = pick(random, [1, 2, 3, 5, 7]), pick(random, [2, 3, 4, 7, 8])
+    activations = ["gelu_new", "gelu", "relu", "silu", "gelu_pytorch_tanh"]
+    return {
+        "vocab_size": pick(random, _VOCABULARIES),
+        "n_positions": pick(random, [PROMPT + STEPS, 96, 107]),
+        **{"n_embd": heads * head_size, "n_head": heads, "n_layer": pick(random, [1, 2])},
+        "n_inner": pick(random, [None, 11, 32]),
+        "activation_function": activations[number % 5],
+        "layer_norm_epsilon": pick(random, [1e-5, 1e-6, 1e-3]),
+        **{"scale_attn_weights": number % 4 != 1, "tie_word_embeddings": number % 3 != 0},
+        "scale_attn_by_inverse_layer_idx": number % 4 == 2,
+        "reorder_and_upcast_attn": number % 4 == 3,
+    }
 
 
 def common_sizes(random: np.random.Generator, *, even: bool = False) -> Config:
@@ -139,103 +125,70 @@ def common_sizes(random: np.random.Generator, *, even: bool = False) -> Config:
         "hidden_size": width,
         "intermediate_size": pick(random, [13, 24, 40]),
         "num_hidden_layers": pick(random, [1, 2]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads},
         "max_position_embeddings": POSITIONS,
         "rms_norm_eps": pick(random, [1e-5, 1e-6]),
     }
 
 
-def _llama(count: int) -> Iterator[Case]:
-    ropes = cycle(["default", "linear", "llama3", "dynamic", "yarn", "longrope"])
-    for number, rope in enumerate(islice(ropes, count)):
-        random = np.random.default_rng([2, number])
-        sizes = common_sizes(random)
-        given = sizes["hidden_size"] // sizes["num_attention_heads"]
-        head_size = pick(random, [4, 6, 10]) if given % 2 or number % 2 else given
-        config = {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            **sizes,
-            "hidden_act": pick(random, ACTIVATIONS),
-            "attention_bias": number % 3 == 1,
-            "mlp_bias": number % 4 == 1,
-            "tie_word_embeddings": number % 2 == 0,
-            **rope_keys(rope, number // 6, random, head_size // 2),
-        }
-        if head_size != given:
-            config["head_dim"] = head_size
-        yield Case(f"llama-{number:02}-{rope}", config, 200 + number)
+def _llama(number: int, random: np.random.Generator, rope: str) -> Config:
+    sizes = common_sizes(random)
+    given = sizes["hidden_size"] // sizes["num_attention_heads"]
+    head_size = pick(random, [4, 6, 10]) if given % 2 or number % 2 else given
+    return {
+        **sizes,
+        "hidden_act": pick(random, ACTIVATIONS),
+        "attention_bias": number % 3 == 1,
+        "mlp_bias": number % 4 == 1,
+        "tie_word_embeddings": number % 2 == 0,
+        **rope_keys(rope, number // 6, random, head_size // 2),
+        **({} if head_size == given else {"head_dim": head_size}),
+    }
 
 
-def _mistral(count: int) -> Iterator[Case]:
-    for number, rope in enumerate(islice(cycle(["default", "linear", "yarn"]), count)):
-        random = np.random.default_rng([3, number])
-        config = {
-            "model_type": "mistral",
-            "architectures": ["MistralForCausalLM"],
-            **common_sizes(random, even=True),
-            "hidden_act": pick(random, ACTIVATIONS),
-            # shorter than the prompt, ending while decoding, longer than all, none
-            "sliding_window": [5, 1, 30, 200, None][number % 5],
-            "tie_word_embeddings": number % 3 == 2,
-            **rope_keys(rope, number // 3, random),
-        }
-        if number % 2:
-            config["head_dim"] = pick(random, [4, 6, 10])
-        yield Case(f"mistral-{number:02}-{rope}", config, 300 + number)
+def _mistral(number: int, random: np.random.Generator, rope: str) -> Config:
+    return {
+        **common_sizes(random, even=True),
+        "hidden_act": pick(random, ACTIVATIONS),
+        # shorter than the prompt, ending while decoding, longer than all, none
+        "sliding_window": [5, 1, 30, 200, None][number % 5],
+        "tie_word_embeddings": number % 3 == 2,
+        **rope_keys(rope, number // 3, random),
+        **({"head_dim": pick(random, [4, 6, 10])} if number % 2 else {}),
+    }
 
 
-def _qwen2(count: int) -> Iterator[Case]:
-    for number, rope in enumerate(islice(cycle(["default", "yarn", "dynamic"]), count)):
-        random = np.random.default_rng([4, number])
-        config = {
-            "model_type": "qwen2",
-            "architectures": ["Qwen2ForCausalLM"],
-            **common_sizes(random, even=True),
-            "hidden_act": pick(random, ACTIVATIONS),
-            "tie_word_embeddings": number % 2 == 0,
-            **_layers(number, random),
-            **rope_keys(rope, number // 3, random),
-        }
-        yield Case(f"qwen2-{number:02}-{rope}", config, 400 + number)
+def _qwen2(number: int, random: np.random.Generator, rope: str) -> Config:
+    return {
+        **common_sizes(random, even=True),
+        "hidden_act": pick(random, ACTIVATIONS),
+        "tie_word_embeddings": number % 2 == 0,
+        **_layers(number, random),
+        **rope_keys(rope, number // 3, random),
+    }
 
 
-def _qwen3(count: int) -> Iterator[Case]:
-    for number, rope in enumerate(islice(cycle(["default", "linear", "yarn", "llama3"]), count)):
-        random = np.random.default_rng([5, number])
-        config = {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            **common_sizes(random),
-            "head_dim": pick(random, [4, 6, 10]),
-            "hidden_act": pick(random, ACTIVATIONS),
-            "attention_bias": number % 3 == 1,
-            "tie_word_embeddings": number % 2 == 0,
-            **_layers(number, random),
-            **rope_keys(rope, number // 4, random),
-        }
-        yield Case(f"qwen3-{number:02}-{rope}", config, 500 + number)
+def _qwen3(number: int, random: np.random.Generator, rope: str) -> Config:
+    return {
+        **common_sizes(random),
+        "head_dim": pick(random, [4, 6, 10]),
+        "hidden_act": pick(random, ACTIVATIONS),
+        "attention_bias": number % 3 == 1,
+        "tie_word_embeddings": number % 2 == 0,
+        **_layers(number, random),
+        **rope_keys(rope, number // 4, random),
+    }
 
 
 def _layers(number: int, random: np.random.Generator) -> Config:
     """Windows in some layers, in each of the ways to say so; a window that is not used in the others."""
-    window = pick(random, [4, 9, 40])
-    return [
-        {"use_sliding_window": False, "sliding_window": window},
-        {
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": window,
-            "max_window_layers": 1,
-        },
-        {
-            "num_hidden_layers": 2,
-            "use_sliding_window": True,
-            "sliding_window": window,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ][number % 3]
+    kinds = ["sliding_attention", "full_attention"]
+    ways: list[Config] = [
+        {"use_sliding_window": False},
+        {"num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 1},
+        {"num_hidden_layers": 2, "use_sliding_window": True, "layer_types": kinds},
+    ]
+    return {**ways[number % 3], "sliding_window": pick(random, [4, 9, 40])}
 
 
 def _gemma(number: int, random: np.random.Generator) -> Config:
@@ -253,74 +206,74 @@ def _gemma(number: int, random: np.random.Generator) -> Config:
     }
 
 
-def _gemma2(count: int) -> Iterator[Case]:
-    for number in range(count):
-        random = np.random.default_rng([6, number])
-        config = {
-            "model_type": "gemma2",
-            "architectures": ["Gemma2ForCausalLM"],
-            **_gemma(number, random),
-            "attn_logit_softcapping": [1.5, 5.0, 50.0, None][number % 4],
-            **rope_keys("default" if number % 3 else "linear", number, random),
+def _gemma2(number: int, random: np.random.Generator) -> Config:
+    config = {
+        **_gemma(number, random),
+        "attn_logit_softcapping": [1.5, 5.0, 50.0, None][number % 4],
+        **rope_keys("default" if number % 3 else "linear", number, random),
+    }
+    if number % 4 == 3:
+        kinds = ["full_attention", "sliding_attention", "full_attention"]
+        config["layer_types"] = kinds[: config["num_hidden_layers"]]
+    return config
+
+
+def _gemma3(number: int, random: np.random.Generator) -> Config:
+    config = _gemma(number, random)
+    near, far = pick(random, [50.0, 1000.0]), pick(random, [10000.0, 1000000.0])
+    if number % 3 == 0:  # as files of transformers 4 say it
+        config |= {"rope_theta": far, "rope_local_base_freq": near, "sliding_window_pattern": 2}
+    else:
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        config["layer_types"] = kinds[: config["num_hidden_layers"]]
+        scaled = {"rope_type": "linear", "factor": 8.0} if number % 3 == 1 else {}
+        config["rope_parameters"] = {
+            "full_attention": {"rope_type": "default", "rope_theta": far, **scaled},
+            "sliding_attention": {"rope_type": "default", "rope_theta": near},
         }
-        if number % 4 == 3:
-            kinds = islice(
-                cycle(["full_attention", "sliding_attention"]), config["num_hidden_layers"]
-            )
-            config["layer_types"] = list(kinds)
-        yield Case(f"gemma2-{number:02}", config, 600 + number)
+    if number % 3 == 0 and number % 2:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+    return config
 
 
-def _gemma3(count: int) -> Iterator[Case]:
-    for number in range(count):
-        random = np.random.default_rng([7, number])
-        config = {
-            "model_type": "gemma3_text",
-            "architectures": ["Gemma3ForCausalLM"],
-            **_gemma(number, random),
-        }
-        near, far = pick(random, [50.0, 1000.0]), pick(random, [10000.0, 1000000.0])
-        if number % 3 == 0:  # as files of transformers 4 say it
-            config |= {"rope_theta": far, "rope_local_base_freq": near, "sliding_window_pattern": 2}
-        else:
-            config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
-            config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
-            scaled = {"rope_type": "linear", "factor": 8.0} if number % 3 == 1 else {}
-            config["rope_parameters"] = {
-                "full_attention": {"rope_type": "default", "rope_theta": far, **scaled},
-                "sliding_attention": {"rope_type": "default", "rope_theta": near},
-            }
-        if number % 3 == 0 and number % 2:
-            config["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
-        yield Case(f"gemma3-{number:02}", config, 700 + number)
+def _phi3(number: int, random: np.random.Generator, rope: str) -> Config:
+    sizes = common_sizes(random)
+    head_size = pick(random, [4, 8, 16])
+    partial = pick(random, [0.5, 0.75, 1.0] if head_size > 4 else [0.5, 1.0])
+    config = {
+        **sizes,
+        "hidden_size": head_size * sizes["num_attention_heads"],
+        "hidden_act": pick(random, ACTIVATIONS),
+        "sliding_window": [None, 7, 45][number % 3],
+        "tie_word_embeddings": number % 4 == 1,
+        "partial_rotary_factor": partial,
+        "pad_token_id": 0,
+        **rope_keys(rope, number // 2, random, int(head_size * partial) // 2),
+    }
+    if rope == "longrope":  # which Phi-3 says beside its other settings
+        key = "original_max_position_embeddings"
+        scaling = config.get("rope_parameters") or config["rope_scaling"]
+        config[key] = scaling.pop(key)
+        if "rope_scaling" in config:
+            scaling["type"] = scaling.pop("rope_type")
+    return config
 
 
-def _phi3(count: int) -> Iterator[Case]:
-    for number, rope in enumerate(islice(cycle(["longrope", "default"]), count)):
-        random = np.random.default_rng([8, number])
-        sizes = common_sizes(random)
-        head_size = pick(random, [4, 8, 16])
-        partial = pick(random, [0.5, 0.75, 1.0] if head_size > 4 else [0.5, 1.0])
-        sizes["hidden_size"] = head_size * sizes["num_attention_heads"]
-        config = {
-            "model_type": "phi3",
-            "architectures": ["Phi3ForCausalLM"],
-            **sizes,
-            "hidden_act": pick(random, ACTIVATIONS),
-            "sliding_window": [None, 7, 45][number % 3],
-            "tie_word_embeddings": number % 4 == 1,
-            "partial_rotary_factor": partial,
-            "pad_token_id": 0,
-            **rope_keys(rope, number // 2, random, int(head_size * partial) // 2),
-        }
-        if rope == "longrope":  # which Phi-3 says beside its other settings
-            scaling = config.get("rope_parameters") or config["rope_scaling"]
-            config["original_max_position_embeddings"] = scaling.pop(
-                "original_max_position_embeddings"
-            )
-            if "rope_scaling" in config:
-                scaling["type"] = scaling.pop("rope_type")
-        yield Case(f"phi3-{number:02}-{rope}", config, 800 + number)
+_FAMILIES: tuple[tuple[str, str, int, tuple[str, ...], Callable[..., Config]], ...] = (
+    ("gpt2", "GPT2LMHeadModel", 12, (), _gpt2),
+    (
+        *("llama", "LlamaForCausalLM", 24),
+        ("default", "linear", "llama3", "dynamic", "yarn", "longrope"),
+        _llama,
+    ),
+    ("mistral", "MistralForCausalLM", 10, ("default", "linear", "yarn"), _mistral),
+    ("qwen2", "Qwen2ForCausalLM", 10, ("default", "yarn", "dynamic"), _qwen2),
+    ("qwen3", "Qwen3ForCausalLM", 10, ("default", "linear", "yarn", "llama3"), _qwen3),
+    ("gemma2", "Gemma2ForCausalLM", 10, (), _gemma2),
+    ("gemma3_text", "Gemma3ForCausalLM", 12, (), _gemma3),
+    ("phi3", "Phi3ForCausalLM", 14, ("longrope", "default"), _phi3),
+)
+"""model_type, transformers' class, how many cases, the kinds of rotary positions in turns, the keys."""
 
 
 def rope_keys(
@@ -338,11 +291,8 @@ def rope_keys(
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = pick(random, [8, 32])
         variants: list[Config] = [
-            {},
-            {"attention_factor": 0.8},
-            {"beta_fast": 8.0, "beta_slow": 2.0},
-            {"mscale": 0.7, "mscale_all_dim": 1.2},
-            {"truncate": False},
+            *({}, {"attention_factor": 0.8}, {"beta_fast": 8.0, "beta_slow": 2.0}),
+            *({"mscale": 0.7, "mscale_all_dim": 1.2}, {"truncate": False}),
         ]
         scaling |= variants[variant % 5]
     if kind == "longrope":
@@ -359,101 +309,61 @@ def rope_keys(
     return {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
 
 
-def _gpt2_shapes(config: dict[str, Any]) -> Shapes:
+def shapes_of(config: Config) -> Shapes:
+    """Of the tensors that torch publishes for a configuration."""
+    return (_gpt2_shapes if config["model_type"] == "gpt2" else _llama_shapes)(config)
+
+
+def _gpt2_shapes(config: Config) -> Shapes:
     width, inner = config["n_embd"], config["n_inner"] or 4 * config["n_embd"]
     shapes: Shapes = {
         "transformer.wte.weight": (config["vocab_size"], width),
         "transformer.wpe.weight": (config["n_positions"], width),
         **norm("transformer.ln_f", width),
     }
+    matrices = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}  # Conv1D
+    matrices |= {"mlp.c_fc": (width, inner), "mlp.c_proj": (inner, width)}
     for layer in range(config["n_layer"]):
         block = f"transformer.h.{layer}"
         shapes |= norm(f"{block}.ln_1", width) | norm(f"{block}.ln_2", width)
-        for name, inputs, outputs in (
-            ("attn.c_attn", width, 3 * width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", width, inner),
-            ("mlp.c_proj", inner, width),
-        ):
-            shapes[f"{block}.{name}.weight"] = (inputs, outputs)  # Conv1D
-            shapes[f"{block}.{name}.bias"] = (outputs,)
+        for name, shape in matrices.items():
+            shapes |= {f"{block}.{name}.weight": shape, f"{block}.{name}.bias": shape[1:]}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], width)
     return shapes
 
 
 def _llama_shapes(config: Config) -> Shapes:
-    """Of every family whose projections are Llama's."""
-    family = config["model_type"]
-    bias = family == "qwen2" or config.get("attention_bias", False)
-    gemma = family.startswith("gemma")
+    """Of every family whose projections are Llama's, and of Phi-3, which joins some of them."""
+    family, heads = config["model_type"], config["num_attention_heads"]
     width, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys, head_size = _heads(config)
-    shapes = _outer_shapes(config)
+    size = config.get("head_dim", width // heads)
+    queries, keys = heads * size, config["num_key_value_heads"] * size
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if family.startswith("gemma"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    of_heads = ["self_attn.q_norm", "self_attn.k_norm"] * (family in ("qwen3", "gemma3_text"))
+    block: Shapes = dict.fromkeys(norms, (width,)) | dict.fromkeys(of_heads, (size,))
+    if family == "phi3":
+        attention: Shapes = {"self_attn.qkv_proj": (queries + 2 * keys, width)}
+        mlp: Shapes = {"mlp.gate_up_proj": (2 * inner, width)}
+    else:
+        attention = {"self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width)}
+        attention["self_attn.v_proj"] = (keys, width)
+        mlp = {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    output, mlp["mlp.down_proj"] = {"self_attn.o_proj": (width, queries)}, (width, inner)
+    bias = config.get("attention_bias", False)
+    biased = [*attention] if bias or family == "qwen2" else []
+    biased += [*output] * bias + [*mlp] * config.get("mlp_bias", False)
+    block |= attention | output | mlp
+    shapes: Shapes = {"model.norm.weight": (width,)}
+    for name in ("model.embed_tokens", "lm_head")[: 2 - config["tie_word_embeddings"]]:
+        shapes[f"{name}.weight"] = (config["vocab_size"], width)
     for layer in range(config["num_hidden_layers"]):
-        block = f"model.layers.{layer}"
-        if gemma:
-            shapes[f"{block}.pre_feedforward_layernorm.weight"] = (width,)
-            shapes[f"{block}.post_feedforward_layernorm.weight"] = (width,)
-        if family in ("qwen3", "gemma3_text"):
-            shapes[f"{block}.self_attn.q_norm.weight"] = (head_size,)
-            shapes[f"{block}.self_attn.k_norm.weight"] = (head_size,)
-        for name, inputs, outputs, biased in (
-            ("self_attn.q_proj", width, queries, bias),
-            ("self_attn.k_proj", width, keys, bias),
-            ("self_attn.v_proj", width, keys, bias),
-            ("self_attn.o_proj", queries, width, bias and family != "qwen2"),
-            ("mlp.gate_proj", width, inner, config.get("mlp_bias", False)),
-            ("mlp.up_proj", width, inner, config.get("mlp_bias", False)),
-            ("mlp.down_proj", inner, width, config.get("mlp_bias", False)),
-        ):
-            shapes[f"{block}.{name}.weight"] = (outputs, inputs)
-            if biased:
-                shapes[f"{block}.{name}.bias"] = (outputs,)
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}.weight": shape for name, shape in block.items()}
+        shapes |= {f"{at}.{name}.bias": block[name][:1] for name in biased}
     return shapes
-
-
-def _phi3_shapes(config: Config) -> Shapes:
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys, _ = _heads(config)
-    shapes = _outer_shapes(config)
-    for layer in range(config["num_hidden_layers"]):
-        block = f"model.layers.{layer}"
-        shapes[f"{block}.self_attn.qkv_proj.weight"] = (queries + 2 * keys, width)
-        shapes[f"{block}.self_attn.o_proj.weight"] = (width, queries)
-        shapes[f"{block}.mlp.gate_up_proj.weight"] = (2 * inner, width)
-        shapes[f"{block}.mlp.down_proj.weight"] = (width, inner)
-    return shapes
-
-
-def _outer_shapes(config: Config) -> Shapes:
-    """Of what all have: the embedding, two norms in each block and one at the end, the head."""
-    width = config["hidden_size"]
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (config["vocab_size"], width),
-        "model.norm.weight": (width,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (width,)
-        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (width,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], width)
-    return shapes
-
-
-def _heads(config: Config) -> tuple[int, int, int]:
-    """Widths of all queries and of all keys, and of one head."""
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim", config["hidden_size"] // heads)
-    return heads * size, config["num_key_value_heads"] * size, size
-
-
-_SHAPES: dict[str, Callable[[Config], Shapes]] = {"gpt2": _gpt2_shapes, "phi3": _phi3_shapes}
-
-
-def shapes_of(config: Config) -> Shapes:
-    """Of the tensors that torch publishes for a configuration."""
-    return _SHAPES.get(config["model_type"], _llama_shapes)(config)
 
 
 def norm(name: str, width: int) -> Shapes:

@@ -21,7 +21,7 @@ from prejit.compiler.pipeline.model import ModelFiles, ModelSource
 
 from .encoder_cases import cases
 from .encoder_family_cases import wide_cases
-from .test_encoder_families import write
+from .test_encoder_parity import write
 
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},

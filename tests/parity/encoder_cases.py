@@ -24,11 +24,7 @@ COUNT = 12
 
 
 POOLING = (
-    "cls_token",
-    "max_tokens",
-    "mean_tokens",
-    "mean_sqrt_len_tokens",
-    "weightedmean_tokens",
+    *("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"),
     "lasttoken",
 )
 ACTIVATIONS = ("linear.Identity", "activation.Tanh", "activation.ReLU", "activation.GELU")
@@ -36,17 +32,13 @@ ACTIVATIONS = ("linear.Identity", "activation.Tanh", "activation.ReLU", "activat
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration with a seed for its weights.
+    """A configuration with a seed for its weights and tokens.
 
     Attributes:
-        name: `bert-07`, `sentence-00-roberta`.
-        config: of config.json.
-        seed: of weights and tokens.
         published: what tensors have before their names: `bert.`, or nothing.
         head: whether a pooler and a masked-LM head, which nobody wants, are in the file.
         pooling: modes, of POOLING; empty: no modules.json.
         dense: (inputs, outputs, bias, activation) of each dense layer.
-        normalize: whether the last module normalizes.
     """
 
     name: str
@@ -57,36 +49,33 @@ class Case:
     pooling: tuple[str, ...] = ()
     dense: tuple[tuple[int, int, bool, str], ...] = field(default=())
     normalize: bool = False
+    longest = TOKENS
+    norms_begin_at = 1.0
 
     @property
     def tokens(self):
-        """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
+        """Int32 [ROWS, longest]; behind a row's length the padding token."""
         random = np.random.default_rng([self.seed, 0])
-        tokens = random.integers(3, self.config["vocab_size"], (ROWS, TOKENS), dtype=np.int32)
+        shape = (ROWS, self.longest)
+        tokens = random.integers(3, self.config["vocab_size"], shape, dtype=np.int32)
         if self.config["model_type"] == "roberta":
             tokens[0, 4] = self.config["pad_token_id"]  # one in the midst takes no position
-        tokens[np.arange(TOKENS) >= self.lengths[:, None]] = self.config["pad_token_id"]
+        tokens[np.arange(self.longest) >= self.lengths[:, None]] = self.config["pad_token_id"]
         return tokens
 
     @property
     def lengths(self):
         """Int32 [ROWS]."""
         random = np.random.default_rng([self.seed, 1])
-        return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
+        return np.array([self.longest, 1, *random.integers(2, self.longest, ROWS - 2)], np.int32)
 
     def write(self, directory):
         """Writes the checkpoint as torch's save_pretrained or sentence-transformers' save would."""
-        shapes = (
-            _distilbert_shapes(self.config)
-            if self.config["model_type"] == "distilbert"
-            else _bert_shapes(self.config)
-        )
-        tensors = {self.published + name: self._values(name, s) for name, s in shapes.items()}
-        if self.head:
-            tensors |= {
-                name: self._values(name, shape)
-                for name, shape in _head_shapes(self.config, self.published).items()
-            }
+        is_small = self.config["model_type"] == "distilbert"
+        shapes = (_distilbert_shapes if is_small else _bert_shapes)(self.config)
+        tensors = {self.published + name: self.values(name, s) for name, s in shapes.items()}
+        of_head = _head_shapes(self.config, self.published).items() if self.head else ()
+        tensors |= {name: self.values(name, shape) for name, shape in of_head}
         write_checkpoint(directory, self.config, tensors)
         if self.pooling:
             self._write_modules(directory)
@@ -95,33 +84,24 @@ class Case:
         kinds = ["Transformer", "Pooling", *["Dense"] * len(self.dense)]
         kinds += ["Normalize"] * self.normalize
         modules = [
-            {
-                "idx": place,
-                "name": str(place),
-                "path": f"{place}_{kind}" if place else "",
-                "type": f"sentence_transformers.models.{kind}",
-            }
+            {"idx": place, "name": str(place), "path": f"{place}_{kind}" if place else ""}
+            | {"type": f"sentence_transformers.models.{kind}"}
             for place, kind in enumerate(kinds)
         ]
         (directory / "modules.json").write_text(json.dumps(modules))
         pooling = {f"pooling_mode_{mode}": mode in self.pooling for mode in POOLING}
-        pooling["word_embedding_dimension"] = self.width
-        pooling["include_prompt"] = True
+        pooling |= {"word_embedding_dimension": self.width, "include_prompt": True}
         (directory / "1_Pooling").mkdir(exist_ok=True)
         (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
         for place, (inputs, outputs, bias, activation) in enumerate(self.dense):
             at = directory / f"{place + 2}_Dense"
             at.mkdir(exist_ok=True)
-            dense = {
-                "in_features": inputs,
-                "out_features": outputs,
-                "bias": bias,
-                "activation_function": f"torch.nn.modules.{activation}",
-            }
+            dense = {"in_features": inputs, "out_features": outputs, "bias": bias}
+            dense["activation_function"] = f"torch.nn.modules.{activation}"
             (at / "config.json").write_text(json.dumps(dense))
-            tensors = {"linear.weight": self._values(f"{place}.weight", (outputs, inputs))}
+            tensors = {"linear.weight": self.values(f"{place}.weight", (outputs, inputs))}
             if bias:
-                tensors["linear.bias"] = self._values(f"{place}.bias", (outputs,))
+                tensors["linear.bias"] = self.values(f"{place}.bias", (outputs,))
             save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
         said = {"max_seq_length": 16, "do_lower_case": False}
         (directory / "sentence_bert_config.json").write_text(json.dumps(said))
@@ -131,119 +111,98 @@ class Case:
         """Of hidden states."""
         return int(self.config.get("hidden_size", self.config.get("dim")))
 
-    def _values(self, name, shape):
-        """Values large enough that each part of the model shows in the result."""
+    def values(self, name, shape):
+        """Values of a published tensor, large enough that each part of the model shows in the result."""
         random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         values = random.standard_normal(shape, dtype=np.float32)
         if len(shape) == 2:
             return values * np.float32(0.4)
-        return values * np.float32(0.2) + np.float32(
-            "norm" in name.lower() and name.endswith("weight")
-        )
+        is_norm = "norm" in name.lower() and name.endswith("weight")
+        return values * np.float32(0.2) + np.float32(is_norm and self.norms_begin_at)
+
+
+_FAMILIES = ("bert", "roberta", "distilbert")
 
 
 def cases():
-    families = ("bert", "roberta", "distilbert")
-    plain = [_plain(family, number) for family in families for number in range(COUNT)]
-    return (*plain, *_sentences(families))
+    plain = [_plain(family, number) for family in _FAMILIES for number in range(COUNT)]
+    return (*plain, *map(_sentences, range(COUNT)))
 
 
 def _plain(family, number):
     random = np.random.default_rng([zlib.crc32(family.encode()), number])
     heads, size = pick(random, [1, 2, 3, 5]), pick(random, [2, 3, 4, 8])
-    activation = ("gelu", "gelu_new", "relu", "silu")[number % (2 if family == "distilbert" else 4)]
     sizes = [heads * size, pick(random, [11, 24, 32]), pick(random, [1, 2, 3])]
-    vocabulary, positions = pick(random, [31, 64, 83]), pick(random, [16, 21, 32])
+    config = {
+        "model_type": family,
+        "vocab_size": pick(random, [31, 64, 83]),
+        "max_position_embeddings": pick(random, [16, 21, 32]),
+        "pad_token_id": int(family == "roberta"),
+    }
     if family == "distilbert":
-        config = {
-            "model_type": "distilbert",
+        config |= {
             "architectures": ["DistilBertModel"],
             "activation": ("gelu", "relu")[number % 2],
             **dict(zip(("dim", "hidden_dim", "n_layers"), sizes, strict=True)),
             "n_heads": heads,
-            "vocab_size": vocabulary,
-            "max_position_embeddings": positions,
-            "pad_token_id": 0,
         }
     else:
         names = ("hidden_size", "intermediate_size", "num_hidden_layers")
-        config = {
-            "model_type": family,
+        config |= {
             "architectures": ["BertModel" if family == "bert" else "RobertaModel"],
-            "hidden_act": activation,
+            "hidden_act": ("gelu", "gelu_new", "relu", "silu")[number % 4],
             **dict(zip(names, sizes, strict=True)),
             "num_attention_heads": heads,
-            "vocab_size": vocabulary,
-            "max_position_embeddings": positions,
             "type_vocab_size": 2 if family == "bert" else 1,
             "layer_norm_eps": pick(random, [1e-12, 1e-5]),
-            "pad_token_id": 0 if family == "bert" else 1,
         }
-    with_head = number % 3 == 1
-    return Case(
-        f"{family}-{number:02}",
-        config,
-        1000 * (1 + ("bert", "roberta", "distilbert").index(family)) + number,
-        f"{family}." if with_head else "",
-        with_head,
-    )
+    head, seed = number % 3 == 1, 1000 * (1 + _FAMILIES.index(family)) + number
+    return Case(f"{family}-{number:02}", config, seed, f"{family}." if head else "", head)
 
 
-def _sentences(families):
-    for number in range(COUNT):
-        family = families[number % 3]
-        base = _plain(family, number + 20)
-        pooling = (POOLING[number % len(POOLING)],)
-        if number >= 9:
-            pooling = POOLING[number % 3 :: 2]
-        width = base.width * len(pooling)
-        dense = ()
-        if number % 2:
-            dense = ((width, 7, number % 4 == 1, ACTIVATIONS[number // 2 % len(ACTIVATIONS)]),)
-        if number == 11:
-            dense = (*dense, (7, 5, True, "activation.Tanh"))
-        yield Case(
-            f"sentence-{number:02}-{family}",
-            base.config,
-            5000 + number,
-            pooling=pooling,
-            dense=dense,
-            normalize=number % 3 != 1,
-        )
+def _sentences(number):
+    family = _FAMILIES[number % 3]
+    base = _plain(family, number + 20)
+    pooling = POOLING[number % 3 :: 2] if number >= 9 else (POOLING[number % len(POOLING)],)
+    width, dense = base.width * len(pooling), ()
+    if number % 2:
+        dense = ((width, 7, number % 4 == 1, ACTIVATIONS[number // 2 % len(ACTIVATIONS)]),)
+    if number == 11:
+        dense = (*dense, (7, 5, True, "activation.Tanh"))
+    modules = {"pooling": pooling, "dense": dense, "normalize": number % 3 != 1}
+    return Case(f"sentence-{number:02}-{family}", base.config, 5000 + number, **modules)
 
 
 def _bert_shapes(config):
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    shapes = {
-        "embeddings.word_embeddings.weight": (config["vocab_size"], width),
-        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
-        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], width),
-        **norm("embeddings.LayerNorm", width),
+    parts = ("self.query", "self.key", "self.value", "output.dense")
+    names = ("intermediate.dense", "output.dense", "attention.output.LayerNorm", "output.LayerNorm")
+    sizes = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    types = (config["type_vocab_size"], config["hidden_size"])
+    return _shapes(config, "encoder", *sizes, parts, *names) | {
+        "embeddings.token_type_embeddings.weight": types
     }
-    for layer in range(config["num_hidden_layers"]):
-        at = f"encoder.layer.{layer}"
-        for name in ("self.query", "self.key", "self.value", "output.dense"):
-            shapes |= _linear(f"{at}.attention.{name}", width, width)
-        shapes |= _linear(f"{at}.intermediate.dense", width, inner)
-        shapes |= _linear(f"{at}.output.dense", inner, width)
-        shapes |= norm(f"{at}.attention.output.LayerNorm", width)
-        shapes |= norm(f"{at}.output.LayerNorm", width)
-    return shapes
 
 
 def _distilbert_shapes(config):
-    width, inner = config["dim"], config["hidden_dim"]
+    parts = ("q_lin", "k_lin", "v_lin", "out_lin")
+    names = ("ffn.lin1", "ffn.lin2", "sa_layer_norm", "output_layer_norm")
+    sizes = (config[key] for key in ("dim", "hidden_dim", "n_layers"))
+    return _shapes(config, "transformer", *sizes, parts, *names)
+
+
+def _shapes(config, stack, width, inner, layers, parts, up, down, *norms):
     shapes = {
         "embeddings.word_embeddings.weight": (config["vocab_size"], width),
         "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
         **norm("embeddings.LayerNorm", width),
     }
-    for layer in range(config["n_layers"]):
-        at = f"transformer.layer.{layer}"
-        for name in ("q_lin", "k_lin", "v_lin", "out_lin"):
+    for layer in range(layers):
+        at = f"{stack}.layer.{layer}"
+        for name in parts:
             shapes |= _linear(f"{at}.attention.{name}", width, width)
-        shapes |= _linear(f"{at}.ffn.lin1", width, inner) | _linear(f"{at}.ffn.lin2", inner, width)
-        shapes |= norm(f"{at}.sa_layer_norm", width) | norm(f"{at}.output_layer_norm", width)
+        shapes |= _linear(f"{at}.{up}", width, inner) | _linear(f"{at}.{down}", inner, width)
+        for name in norms:
+            shapes |= norm(f"{at}.{name}", width)
     return shapes
 
 

@@ -4,33 +4,23 @@ A case is a configuration. Each tensor's values follow from its published name a
 module and ours have the same values if they have the same tensors.
 """
 
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-ROWS, TOKENS = 4, 29
-"""Of a case's batch. The first row is full, the second has one token."""
+from .encoder_cases import ROWS, Case
+
+TOKENS = 29
+"""Of the longest text of a case's batch."""
 
 REFERENCE = Path(__file__).parent / "encoder_family_reference.npz"
 WIDE_REFERENCE = Path(__file__).parent / "wide_encoder_reference.npz"
 
 
-@dataclass(frozen=True)
-class FamilyCase:
-    """A configuration with a seed for its weights.
+class FamilyCase(Case):
+    """An encoder of any family, or a model that scores; tensors have no prefix of the transformer."""
 
-    Attributes:
-        name: `mpnet-0`, `scores-bert-1`.
-        config: of config.json.
-        seed: of weights and tokens.
-    """
-
-    name: str
-    config: dict[str, Any]
-    seed: int
+    longest = TOKENS
 
     @property
     def scores(self):
@@ -52,34 +42,7 @@ class FamilyCase:
             return None
         return np.broadcast_to((np.arange(TOKENS) >= 5).astype(np.int32), (ROWS, TOKENS))
 
-    @property
-    def tokens(self):
-        """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
-        random = np.random.default_rng([self.seed, 0])
-        padding = self.config["pad_token_id"]
-        tokens = random.integers(3, self.config["vocab_size"], (ROWS, TOKENS), dtype=np.int32)
-        tokens[np.arange(TOKENS) >= self.lengths[:, None]] = padding
-        return tokens
-
-    @property
-    def lengths(self):
-        """Int32 [ROWS]."""
-        random = np.random.default_rng([self.seed, 1])
-        return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
-
-    def values(self, name, shape):
-        """Values of a tensor, large enough that each part of the model shows in the result.
-
-        The name is the published one, without the prefix of the transformer.
-        """
-        random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        values = random.standard_normal(shape, dtype=np.float32)
-        if len(shape) == 2:
-            return values * np.float32(0.4)
-        is_norm = "norm" in name.lower() and name.endswith("weight")
-        return values * np.float32(0.2) + np.float32(is_norm and self.norms_begin_at)
-
-    def published(self, name, shape):
+    def in_file(self, name, shape):
         """Values of a tensor of a file, which has other names than torch's module if it is nomic-bert's."""
         if self.config["model_type"] == "nomic_bert":
             for old, new in _NOMIC_NAMES:
@@ -98,34 +61,38 @@ class FamilyCase:
 
 def family_cases():
     made = []
-    for number, (name, changes) in enumerate(_FAMILIES):
+    for number, (name, (architecture, changes)) in enumerate(_FAMILIES.items()):
         for at, sizes in enumerate(_SIZES):
-            architecture = changes["architectures"][0]
-            config = {**sizes, **_COMMON, **changes}
+            config = _config(name, **{**sizes, **changes})
             if "embedding_size" in changes and at:
                 config["embedding_size"] = sizes["hidden_size"]
             made.append(FamilyCase(f"{name}-{at}", config, 100 * number + at + 1))
-            if architecture in _WITH_HEADS:
-                scoring = {
-                    **config,
-                    "architectures": [
-                        f"{architecture.removesuffix('Model')}ForSequenceClassification"
-                    ],
-                    "id2label": {str(label): f"l{label}" for label in range(1 + 2 * at)},
-                }
-                made.append(FamilyCase(f"scores-{name}-{at}", scoring, 100 * number + at + 11))
+            if architecture != "Camembert":
+                made.append(_scoring(made[-1], architecture, at))
     return tuple(made)
+
+
+def _config(name, **more):
+    architecture = _FAMILIES[name][0]
+    kind = {"nomic-bert": "nomic_bert", "gemma3": "gemma3_text"}.get(name, name)
+    return _COMMON | {"model_type": kind, "architectures": [f"{architecture}Model"]} | more
+
+
+def _scoring(case, architecture, at):
+    scoring = {
+        "architectures": [f"{architecture}ForSequenceClassification"],
+        "id2label": {str(label): f"l{label}" for label in range(1 + 2 * at)},
+    }
+    return FamilyCase(f"scores-{case.name}", case.config | scoring, case.seed + 10)
 
 
 def wide_cases():
     """An encoder and a decoder that embeds, whose matrices are large enough for int4."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4}
-    families = dict(_FAMILIES)
     changes = {"bert": {}, "qwen3": {"num_key_value_heads": 2, "head_dim": 32}}
     return tuple(
-        FamilyCase(name, {**sizes, **_COMMON, **families[name], **more}, 7)
-        for name, more in changes.items()
+        FamilyCase(name, _config(name, **sizes, **more), 7) for name, more in changes.items()
     )
 
 
@@ -135,68 +102,41 @@ _SIZES = (
     {"hidden_size": 20, "num_attention_heads": 5, "intermediate_size": 24, "num_hidden_layers": 2},
 )
 _COMMON = {"vocab_size": 61, "max_position_embeddings": 48, "pad_token_id": 1}
-_FAMILIES = (
-    ("xlm-roberta", {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}),
-    ("camembert", {"model_type": "camembert", "architectures": ["CamembertModel"]}),
-    ("mpnet", {"model_type": "mpnet", "architectures": ["MPNetModel"]}),
-    (
-        "electra",
-        {"model_type": "electra", "architectures": ["ElectraModel"], "embedding_size": 7},
-    ),
-    (
-        "modernbert",
+_OF_HEADS = {"num_key_value_heads": 1, "head_dim": 6}
+_FAMILIES = {
+    "xlm-roberta": ("XLMRoberta", {}),
+    "camembert": ("Camembert", {}),
+    "mpnet": ("MPNet", {}),
+    "electra": ("Electra", {"embedding_size": 7}),
+    "modernbert": (
+        "ModernBert",
         {
-            "model_type": "modernbert",
-            "architectures": ["ModernBertModel"],
-            "local_attention": 8,
-            "global_attn_every_n_layers": 2,
-            "global_rope_theta": 160000.0,
-            "local_rope_theta": 10000.0,
+            **{"local_attention": 8, "global_attn_every_n_layers": 2},
+            **{"global_rope_theta": 160000.0, "local_rope_theta": 10000.0},
         },
     ),
-    ("bert", {"model_type": "bert", "architectures": ["BertModel"]}),
-    (
-        "distilbert",
-        {"model_type": "distilbert", "architectures": ["DistilBertModel"], "n_layers": 2},
-    ),
-    (
-        "deberta-v2",
+    "bert": ("Bert", {}),
+    "distilbert": ("DistilBert", {"n_layers": 2}),
+    "deberta-v2": (
+        "DebertaV2",
         {
-            "model_type": "deberta-v2",
-            "architectures": ["DebertaV2Model"],
             **{"relative_attention": True, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
             **{"position_buckets": 8, "max_relative_positions": -1, "pos_att_type": "p2c|c2p"},
             "position_biased_input": False,
         },
     ),
-    (
-        "qwen3",
+    "qwen3": ("Qwen3", _OF_HEADS),
+    "gemma3": (
+        "Gemma3Text",
         {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3Model"],
-            **{"num_key_value_heads": 1, "head_dim": 6},
-        },
-    ),
-    (
-        "gemma3",
-        {
-            "model_type": "gemma3_text",
-            "architectures": ["Gemma3TextModel"],
-            **{"num_key_value_heads": 1, "head_dim": 6, "query_pre_attn_scalar": 5},
+            **{**_OF_HEADS, "query_pre_attn_scalar": 5, "use_bidirectional_attention": True},
             **{"sliding_window": 8, "sliding_window_pattern": 2},
-            "use_bidirectional_attention": True,
         },
     ),
-    ("nomic-bert", {"model_type": "nomic_bert", "architectures": ["NomicBertModel"]}),
-    (
-        "gemma",
-        {
-            "model_type": "gemma",
-            "architectures": ["GemmaModel"],
-            **{"num_key_value_heads": 1, "head_dim": 6},
-        },
-    ),
-)
+    "nomic-bert": ("NomicBert", {}),
+    "gemma": ("Gemma", _OF_HEADS),
+}
+"""The beginning of the name of transformers' class, and what a configuration has, for each family."""
 _NOMIC_NAMES = (
     *(("encoder.layers", "layers"), ("emb_ln", "embeddings.LayerNorm")),
     *(("attn.Wqkv", "self_attn.qkv"), ("attn.out_proj", "self_attn.o_proj")),
@@ -204,8 +144,3 @@ _NOMIC_NAMES = (
     *(("norm1", "post_attention_layernorm"), ("norm2", "post_mlp_layernorm")),
 )
 """Parts of the names of tensors in files, and in torch's module (transformers/conversion_mapping.py)."""
-_WITH_HEADS = (
-    *("XLMRobertaModel", "MPNetModel", "ElectraModel", "ModernBertModel", "NomicBertModel"),
-    *("BertModel", "DistilBertModel", "DebertaV2Model", "Qwen3Model"),
-    *("GemmaModel", "Gemma3TextModel"),
-)

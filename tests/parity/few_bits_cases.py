@@ -34,13 +34,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class FewBits:
-    """A Llama with packed matrices.
-
-    Attributes:
-        name: of the case.
-        settings: `quantization_config`.
-        seed: of weights and prompt.
-    """
+    """A Llama with packed matrices: its `quantization_config`, and the seed of weights and prompt."""
 
     name: str
     settings: dict
@@ -127,6 +121,16 @@ def words(values, axis, bits, order=None):
     return np.moveaxis(found, 0, axis).view(np.int32)
 
 
+def _values(found, zeros, scales, of_input):
+    """Return what integers stand for; `of_input` are the groups of the inputs."""
+    wide = np.zeros(found.shape, np.float32)
+    for output, at in np.ndindex(wide.shape):
+        group = of_input[at]
+        number = int(found[output, at]) - int(zeros[output, group])
+        wide[output, at] = np.float32(number) * np.float32(scales[output, group])
+    return wide
+
+
 def gptq(random, outputs, inputs, settings):
     """Return a matrix as AutoGPTQ and GPTQModel write it."""
     found, zeros, scales = integers(random, outputs, inputs, settings)
@@ -134,11 +138,7 @@ def gptq(random, outputs, inputs, settings):
     of_input = np.arange(inputs) // (inputs // groups)
     if settings["desc_act"]:
         of_input = random.permutation(of_input)
-    wide = np.zeros((outputs, inputs), np.float32)
-    for output, at in np.ndindex(wide.shape):
-        group = of_input[at]
-        number = int(found[output, at]) - int(zeros[output, group])
-        wide[output, at] = np.float32(number) * np.float32(scales[output, group])
+    wide = _values(found, zeros, scales, of_input)
     first = settings.get("checkpoint_format", "gptq") == "gptq"
     tensors = {
         "qweight": words(found.T, 0, bits),
@@ -153,11 +153,8 @@ def gptq(random, outputs, inputs, settings):
 def awq(random, outputs, inputs, settings):
     """Return a matrix as AutoAWQ writes it."""
     found, zeros, scales = integers(random, outputs, inputs, settings)
-    size, order = settings["group_size"], [0, 2, 4, 6, 1, 3, 5, 7]
-    wide = np.zeros((outputs, inputs), np.float32)
-    for output, at in np.ndindex(wide.shape):
-        number = int(found[output, at]) - int(zeros[output, at // size])
-        wide[output, at] = np.float32(number) * np.float32(scales[output, at // size])
+    wide = _values(found, zeros, scales, np.arange(inputs) // settings["group_size"])
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
     tensors = {
         "qweight": words(found.T, 1, 4, order),
         "qzeros": words(zeros.T, 1, 4, order),

@@ -29,42 +29,20 @@ def _compressed():
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    group = {"strategy": "group", "group_size": 32}
-    for number, (name, form, arguments, dtype) in enumerate(
-        (
-            ("int4", "pack-quantized", {"num_bits": 4, **group}, torch.bfloat16),
-            (
-                "int4-zeros",
-                "pack-quantized",
-                {"num_bits": 4, "symmetric": False, **group},
-                torch.float16,
-            ),
-            (
-                "int8-packed",
-                "pack-quantized",
-                {"num_bits": 8, "strategy": "channel"},
-                torch.float32,
-            ),
-            ("int8", "int-quantized", {"num_bits": 8, "strategy": "channel"}, torch.bfloat16),
-            (
-                "fp8-tensor",
-                "float-quantized",
-                {"type": "float", "strategy": "tensor"},
-                torch.float32,
-            ),
-            (
-                "fp8-channel",
-                "float-quantized",
-                {"type": "float", "strategy": "channel"},
-                torch.bfloat16,
-            ),
-            (
-                *("fp8-block", "float-quantized"),
-                {"type": "float", "strategy": "block", "block_structure": [8, 32]},
-                torch.float32,
-            ),
-        )
-    ):
+    four = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    eight, block = {"num_bits": 8, "strategy": "channel"}, {"block_structure": [8, 32]}
+    kinds = (
+        ("int4", "pack-quantized", four, torch.bfloat16),
+        ("int4-zeros", "pack-quantized", {**four, "symmetric": False}, torch.float16),
+        ("int8-packed", "pack-quantized", eight, torch.float32),
+        ("int8", "int-quantized", eight, torch.bfloat16),
+        ("fp8-tensor", "float-quantized", {"strategy": "tensor"}, torch.float32),
+        ("fp8-channel", "float-quantized", {"strategy": "channel"}, torch.bfloat16),
+        ("fp8-block", "float-quantized", {"strategy": "block", **block}, torch.float32),
+    )
+    for number, (name, form, arguments, dtype) in enumerate(kinds):
+        if form == "float-quantized":
+            arguments = {"type": "float", **arguments}
         args = QuantizationArgs(**arguments)
         weight = _matrix(number)
         blocks = {
@@ -84,12 +62,11 @@ def _compressed():
         kind = BaseCompressor.get_value_from_registry(form)
         packed = kind.compress(given, scheme)
         wide = {**packed, "weight_scale": scale.float()}  # its dtype is that of the result
+        dumped = args.model_dump(mode="json")
         settings = {
             **{"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]},
             "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": args.model_dump(mode="json")}
-            },
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": dumped}},
         }
         yield f"compressed-{name}", settings, packed, kind.decompress(wide, scheme)["weight"]
 
@@ -108,9 +85,8 @@ def _fp8():
         scale = scale if block else scale.reshape(())
         settings = {"quant_method": "fp8", "weight_block_size": block, "fmt": "e4m3"}
         tensors = {"weight": found, "weight_scale_inv": scale}
-        wide = Fp8Dequantize(None)._dequantize_one(
-            found, scale.reshape(-1, 1) if not block else scale
-        )
+        scales = scale if block else scale.reshape(-1, 1)
+        wide = Fp8Dequantize(None)._dequantize_one(found, scales)
         yield f"fp8-{name}", settings, tensors, wide
 
 

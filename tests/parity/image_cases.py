@@ -20,14 +20,7 @@ PICTURES = ((40, 30), (21, 57), (9, 11))
 
 @dataclass(frozen=True)
 class ImageCase:
-    """A configuration with a seed for its weights, texts and pictures.
-
-    Attributes:
-        name: `vit-0`.
-        config: of config.json.
-        processor: of preprocessor_config.json.
-        seed: of weights, texts and pictures.
-    """
+    """Contents of config.json and preprocessor_config.json; a seed for weights, texts and pictures."""
 
     name: str
     config: dict
@@ -75,31 +68,26 @@ class ImageCase:
 
 
 def image_cases():
-    return tuple(
-        ImageCase(name, {**config}, processor, seed)
-        for seed, (name, config, processor) in enumerate(_CASES, 1)
-    )
+    """The cases, whose model_type is the beginning of their names, or stands for it."""
+    made = []
+    for seed, (name, architecture, config, processor) in enumerate(_CASES, 1):
+        kind = name.partition("-")[0]
+        whole = {"model_type": _TYPES.get(kind, kind), "architectures": [architecture], **config}
+        made.append(ImageCase(name, whole, processor, seed))
+    return tuple(made)
 
 
+_TYPES = {"registers": "dinov2_with_registers", "dinov3": "dinov3_vit"}
 _SIZES = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "image_size": 21,
-    "patch_size": 7,
+    **{"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3},
+    **{"image_size": 21, "patch_size": 7},
 }
 _INNER = {**_SIZES, "intermediate_size": 20}
 _LABELS = {"id2label": {str(n): f"label {n}" for n in range(5)}}
 _TEXT = {
-    "vocab_size": 61,
-    "hidden_size": 20,
-    "intermediate_size": 23,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 5,
-    "max_position_embeddings": 13,
-    "bos_token_id": 1,
-    "eos_token_id": 60,
-    "pad_token_id": 1,
+    **{"vocab_size": 61, "hidden_size": 20, "intermediate_size": 23, "num_hidden_layers": 2},
+    **{"num_attention_heads": 5, "max_position_embeddings": 13},
+    **{"bos_token_id": 1, "eos_token_id": 60, "pad_token_id": 1},
 }
 
 
@@ -115,109 +103,60 @@ def _middle(kind, shorter, size):
 
 _CASES = (
     (
-        "vit-0",
-        {"model_type": "vit", "architectures": ["ViTModel"], **_INNER},
+        *("vit-0", "ViTModel", _INNER),
         {"image_processor_type": "ViTFeatureExtractor", "size": 21, "resample": 2},
     ),
     (
-        "vit-1",
-        {
-            "model_type": "vit",
-            "architectures": ["ViTForImageClassification"],
-            **_INNER,
-            **_LABELS,
-            **{"hidden_act": "gelu_new", "qkv_bias": False},
-        },
+        *("vit-1", "ViTForImageClassification"),
+        {**_INNER, **_LABELS, "hidden_act": "gelu_new", "qkv_bias": False},
         _exact("ViTImageProcessorFast", 21, 21, image_mean=[0.4, 0.5, 0.6], image_std=0.25),
     ),
+    ("dinov2-0", "Dinov2Model", _SIZES, _middle("BitImageProcessor", 33, 28)),
     (
-        "dinov2-0",
-        {"model_type": "dinov2", "architectures": ["Dinov2Model"], **_SIZES},
-        _middle("BitImageProcessor", 33, 28),
-    ),
-    (
-        "dinov2-1",
-        {
-            "model_type": "dinov2",
-            "architectures": ["Dinov2ForImageClassification"],
-            **{**_SIZES, **_LABELS, "use_swiglu_ffn": True, "mlp_ratio": 3},
-        },
+        *("dinov2-1", "Dinov2ForImageClassification"),
+        {**_SIZES, **_LABELS, "use_swiglu_ffn": True, "mlp_ratio": 3},
         _exact("BitImageProcessor", 21, 30),
     ),
+    ("registers-0", "Dinov2WithRegistersModel", _SIZES, _middle("BitImageProcessor", 20, 14)),
     (
-        "registers-0",
-        {
-            "model_type": "dinov2_with_registers",
-            "architectures": ["Dinov2WithRegistersModel"],
-            **_SIZES,
-        },
-        _middle("BitImageProcessor", 20, 14),
-    ),
-    (
-        "registers-1",
-        {
-            "model_type": "dinov2_with_registers",
-            "architectures": ["Dinov2WithRegistersForImageClassification"],
-            **{**_SIZES, **_LABELS, "num_register_tokens": 2},
-        },
+        *("registers-1", "Dinov2WithRegistersForImageClassification"),
+        {**_SIZES, **_LABELS, "num_register_tokens": 2},
         _exact("BitImageProcessor", 35, 28),
     ),
     (
-        "dinov3-0",
-        {
-            "model_type": "dinov3_vit",
-            "architectures": ["DINOv3ViTModel"],
-            **{**_INNER, "num_attention_heads": 2, "num_register_tokens": 4},
-            "use_gated_mlp": True,
-        },
+        *("dinov3-0", "DINOv3ViTModel"),
+        {**_INNER, "num_attention_heads": 2, "num_register_tokens": 4, "use_gated_mlp": True},
         _exact("DINOv3ViTImageProcessorFast", 30, 22),
     ),
     (
-        "dinov3-1",
-        {
-            "model_type": "dinov3_vit",
-            "architectures": ["DINOv3ViTModel"],
-            **{**_INNER, "num_attention_heads": 6, "key_bias": True, "rope_theta": 10.0},
-        },
+        *("dinov3-1", "DINOv3ViTModel"),
+        {**_INNER, "num_attention_heads": 6, "key_bias": True, "rope_theta": 10.0},
         _exact("DINOv3ViTImageProcessorFast", 21, 21, resample=2),
     ),
     (
-        "clip-0",
+        *("clip-0", "CLIPModel"),
         {
-            "model_type": "clip",
-            "architectures": ["CLIPModel"],
-            "text_config": _TEXT,
-            "vision_config": {**_INNER, "hidden_act": "gelu"},
+            **{"text_config": _TEXT, "vision_config": {**_INNER, "hidden_act": "gelu"}},
             "projection_dim": 10,
         },
         _middle("CLIPImageProcessor", 21, 21),
     ),
     (
-        "clip-1",
+        *("clip-1", "CLIPModel"),
         {
-            "model_type": "clip",
-            "architectures": ["CLIPModel"],
             "text_config": {**_TEXT, "eos_token_id": 2, "num_attention_heads": 2},
-            "vision_config": _INNER,
-            "projection_dim": 7,
+            **{"vision_config": _INNER, "projection_dim": 7},
         },
         _exact("CLIPImageProcessor", 21, 21, do_normalize=False),
     ),
     (
-        "siglip-0",
-        {
-            "model_type": "siglip",
-            "architectures": ["SiglipModel"],
-            "text_config": {**_TEXT, "projection_size": 24},
-            "vision_config": _INNER,
-        },
+        *("siglip-0", "SiglipModel"),
+        {"text_config": {**_TEXT, "projection_size": 24}, "vision_config": _INNER},
         _exact("SiglipImageProcessor", 21, 21),
     ),
     (
-        "siglip-1",
+        *("siglip-1", "SiglipModel"),
         {
-            "model_type": "siglip",
-            "architectures": ["SiglipModel"],
             "text_config": {**_TEXT, "hidden_size": 30, "projection_size": 24, "pad_token_id": 0},
             "vision_config": {**_INNER, "patch_size": 5, "hidden_act": "gelu"},
         },

@@ -21,13 +21,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from flax import nnx
 from tests.manifests import write_manifest
 
-from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, model_registry, quantizing
-
 from .model_table_cases import STEPS, Scaled, decoder_cases, first_of_each, wide
+from .test_few_bits_parity import Stored
 from .test_parity import CONTEXT, Model
 
 RESULTS = Path(__file__).parent / "models.json"
@@ -35,20 +32,13 @@ _IN_GROUP = 32
 """Values of int4 that share a scale, which nothing else has in float16."""
 
 
-class Stored(Model):
-    """A checkpoint whose matrices are stored in a dtype."""
+class Sized(Stored):
+    """A checkpoint whose matrices are stored in a dtype, and the share of its values in four bits."""
 
     def __init__(self, directory, dtype, forms):
-        super().__init__(directory, CONTEXT, forms)
-        checkpoint = open_checkpoint(directory, out_in=True)
-        config = config_file.load_config(directory)
-        module = model_registry.make_decoder(config, CONTEXT, dtype, out_in=True)
-        self.graph, self.state = nnx.split(module)
-        reads = quantizing.readers(module, checkpoint.rows)
-        values = sum(array.size for array in self.weights.values())
-        self.weights |= {name: read() for name, read in reads.items()}
+        super().__init__(directory, dtype, forms, CONTEXT)
         scales = [each for each in self.weights.values() if each.dtype == np.float16]
-        self.share = sum(_IN_GROUP * each.size for each in scales) / values
+        self.share = sum(_IN_GROUP * each.size for each in scales) / self.values
 
 
 def divergence(exact, found):
@@ -96,7 +86,7 @@ def _followed(case, recorded, dtype, forms):
     with tempfile.TemporaryDirectory() as directory:
         at = Path(directory)
         replace(case, shapes=shapes, **changes).write(at)
-        model = Model(at, CONTEXT, forms) if dtype == "float32" else Stored(at, dtype, forms)
+        model = Model(at, CONTEXT, forms) if dtype == "float32" else Sized(at, dtype, forms)
         ours = model.follow(case.prompt, torch[:-1].argmax(1))
     assert ours.shape == torch.shape == (STEPS, case.config["vocab_size"])
     return torch, ours, getattr(model, "share", 0.0)
@@ -139,7 +129,7 @@ def main(python, directory, *, build):
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [python, "-m", "tests.parity.model_table_record", str(directory)]
+    command = [python, "-m", "tests.parity.model_table_cases", str(directory)]
     subprocess.run(command, check=True, env=environment)
     of_torch = json.loads((directory / "versions.json").read_text())
     versions = {name: version(name) for name in ("jax", "jaxlib", "prejit")} | of_torch

@@ -1,14 +1,22 @@
-"""The decoders of the table of models: three of each type in odd sizes, one in wide ones. No JAX, no torch.
+"""The decoders of the table of models: three of each type in odd sizes, one in wide ones. No JAX.
 
-torch's logits are in a file for each, which model_table_record.py writes and model_table.py reads.
+python -m tests.parity.model_table_cases DIRECTORY      # model_table.py calls it; needs torch, transformers
+
+It writes torch's logits into a file for each, which model_table.py reads.
 """
 
+import json
 import math
-from dataclasses import dataclass
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
-from . import cases, further_sibling_cases, hybrid_cases, later_sibling_cases, sibling_cases
+from . import cases, sibling_cases
+from .record import published_shapes, torch_model
 from .sibling_cases import Sibling
 
 SEEDS, STEPS = 3, 64
@@ -35,9 +43,8 @@ class Scaled(Sibling):
 
 def decoder_cases():
     """The first of each model_type, then the second, then the third."""
-    modules = (cases, sibling_cases, later_sibling_cases, further_sibling_cases)
     found = {}
-    for module in (*modules, hybrid_cases):
+    for module in (cases, sibling_cases):
         for case in module.cases():
             if "long_factor" not in str(case.config) and case.config["model_type"] not in _SOURCES:
                 found.setdefault(case.config["model_type"], []).append(case)
@@ -83,3 +90,58 @@ def _widened(config):
     """Widths inside MLPs."""
     inner = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     return {key: INNER if key in inner and value else value for key, value in config.items()}
+
+
+def recorded(case):
+    """Names and shapes of tensors as torch publishes them, and logits [STEPS, V] of greedy tokens."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as directory:
+        case = replace(case, shapes=published_shapes(case, Path(directory, "made")))
+        if isinstance(case, Scaled):
+            for _ in range(3):  # embeddings change what later layers make
+                spread = _after_prompt(torch_model(case, Path(directory, "model")), case).std()
+                case = replace(case, factor=case.factor * SPREAD / float(spread))
+        model = torch_model(case, Path(directory, "model"))
+    tokens, steps = torch.from_numpy(case.prompt)[None].long(), []
+    with torch.no_grad():
+        for _ in range(STEPS):  # all of the text anew: no cache can be wrong
+            steps.append(model(input_ids=tokens, use_cache=False).logits[:, -1])
+            tokens = torch.cat([tokens, steps[-1].argmax(1)[:, None]], 1)
+    return {
+        "logits": torch.cat(steps).numpy(),
+        "shapes": np.array(json.dumps(case.shapes)),
+        "factor": np.array(getattr(case, "factor", 1.0)),
+    }
+
+
+def _after_prompt(model, case):
+    """Logits of each token of the prompt."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(case.prompt)[None].long(), use_cache=False).logits
+
+
+def main(directory):
+    """Write those that are not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    (directory / "versions.json").write_text(json.dumps(versions))
+    cases = [*decoder_cases()]
+    for case in (*cases, *map(wide, first_of_each(cases))):
+        file = directory / f"{case.name}.npz"
+        if file.exists():
+            continue
+        try:
+            found = recorded(case)
+        except Exception as error:
+            if not isinstance(case, Scaled):
+                raise
+            found = {"error": np.array(f"{type(error).__name__}: {error}"[:300])}
+        np.savez_compressed(file, **found)
+        print(case.name, found.get("error", ""), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

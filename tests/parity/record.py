@@ -1,7 +1,7 @@
 """Records what transformers' torch models say of the cases, in float32: the definition of correct.
 
 python -m tests.parity.record          # needs torch, transformers, safetensors; writes .npz files
-python -m tests.parity.record hybrid_cases          # only those
+python -m tests.parity.record sibling_cases         # only those
 """
 
 import json
@@ -12,15 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import (
-    cases,
-    further_sibling_cases,
-    hybrid_cases,
-    later_sibling_cases,
-    sibling_cases,
-    t5_cases,
-    whisper_cases,
-)
+from . import cases, sibling_cases, t5_cases, whisper_cases
 
 TIE = 1e-3
 """Tokens of which the logits are nearer than this could change places by rounding alone."""
@@ -148,7 +140,6 @@ def record(reference, cases):
 
 
 if __name__ == "__main__":
-    siblings = (sibling_cases, later_sibling_cases, further_sibling_cases, hybrid_cases)
-    for each in (cases, *siblings, t5_cases, whisper_cases):
+    for each in (cases, sibling_cases, t5_cases, whisper_cases):
         if each.__name__.rpartition(".")[2] in (sys.argv[1:] or each.__name__):
             record(each.REFERENCE, each.cases())

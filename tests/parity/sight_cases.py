@@ -15,15 +15,8 @@ STEPS = 24
 
 BEGIN, IMAGE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 _SPECIAL = (
-    "<pad>",
-    "<eos>",
-    "<bos>",
-    "<unk>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    BEGIN,
-    END,
-    IMAGE,
+    *("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+    *(BEGIN, END, IMAGE),
 )
 _WORDS = ("\n", "\n\n", "\n\n\n", "\n\n\n\n", " ", *"abcdefghijklmnopqrstuvwxyz", *".,?!-")
 VOCABULARY = (*_WORDS, *_SPECIAL)
@@ -110,41 +103,22 @@ def _config(text, vision, tokens):
 
 
 _TEXT = {
-    "model_type": "gemma3_text",
-    "vocab_size": len(VOCABULARY) + 3,
-    "hidden_size": 20,
-    "intermediate_size": 23,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "head_dim": 8,
-    "sliding_window": 5,
-    "sliding_window_pattern": 3,
-    "query_pre_attn_scalar": 9,
-    "max_position_embeddings": 128,
-    "bos_token_id": VOCABULARY.index("<bos>"),
-    "eos_token_id": VOCABULARY.index("<eos>"),
-    "pad_token_id": VOCABULARY.index("<pad>"),
+    **{"model_type": "gemma3_text", "vocab_size": len(VOCABULARY) + 3, "hidden_size": 20},
+    **{"intermediate_size": 23, "num_hidden_layers": 3, "num_attention_heads": 5},
+    **{"num_key_value_heads": 5, "head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 3},
+    **{"query_pre_attn_scalar": 9, "max_position_embeddings": 128},
+    **{f"{name}_token_id": VOCABULARY.index(f"<{name}>") for name in ("bos", "eos", "pad")},
 }
 _VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "image_size": 28,
-    "patch_size": 7,
+    **{"model_type": "siglip_vision_model", "hidden_size": 24, "intermediate_size": 20},
+    **{"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 7},
     "vision_use_head": False,
 }
 
 
 def _processor(size, **others):
-    return {
-        "image_processor_type": "Gemma3ImageProcessor",
-        "size": {"height": size, "width": size},
-        "do_pan_and_scan": None,
-        **others,
-    }
+    named = {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": None}
+    return {**named, "size": {"height": size, "width": size}, **others}
 
 
 _CASES = (
@@ -158,12 +132,8 @@ _CASES = (
     ),
     (
         "gemma3-2",
-        {
-            "hidden_size": 21,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "sliding_window": 3,
-        },
+        {"hidden_size": 21, "sliding_window": 3}
+        | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 3),
         {"hidden_size": 18, "image_size": 33, "patch_size": 8},
         16,
         _processor(33, image_seq_length=16),

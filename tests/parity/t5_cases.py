@@ -21,11 +21,7 @@ COUNT = 14
 
 @dataclass(frozen=True)
 class Case(decoders.Case):
-    """A configuration with a seed for its weights, sources and prompts.
-
-    Attributes:
-        old: whether the file holds the copies of the embedding and the unused table of old checkpoints.
-    """
+    """With `old` the file holds the copies of the embedding and the unused table of old checkpoints."""
 
     old: bool
 
@@ -67,37 +63,25 @@ def cases():
     return tuple(map(_case, range(COUNT)))
 
 
-_SEEDS = {}
-"""Of cases where, with the seed of their number, rounding would decide a token: see record.py."""
-
-
 def _case(number):
     random = np.random.default_rng([9, number])
 
     def pick(*options):
         return options[random.integers(len(options))]
 
-    projection = ["relu", "gated-gelu", "gated-silu", "gelu"][
-        number % 4 if number > 5 else number % 2
-    ]
+    kinds = ["relu", "gated-gelu", "gated-silu", "gelu"]
+    projection = kinds[number % 4 if number > 5 else number % 2]
     # The published buckets; those of a text that is longer than the farthest distance; odd ones.
     count, farthest = [(32, 128), (8, 20), (12, 11), (7, 5), (4, 40)][number % 5]
     config = {
-        "model_type": "t5",
-        "architectures": ["T5ForConditionalGeneration"],
-        "vocab_size": pick(29, 31, 37, 41),
-        "d_model": pick(12, 17, 24),
-        "d_kv": pick(3, 4, 8),
-        "d_ff": pick(13, 24, 40),
-        "num_layers": pick(1, 2, 3),
-        "num_heads": pick(1, 2, 3, 5),
+        **{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        **{"vocab_size": pick(29, 31, 37, 41), "d_model": pick(12, 17, 24), "d_kv": pick(3, 4, 8)},
+        **{"d_ff": pick(13, 24, 40), "num_layers": pick(1, 2, 3), "num_heads": pick(1, 2, 3, 5)},
         "relative_attention_num_buckets": count,
         "relative_attention_max_distance": farthest,
         "layer_norm_epsilon": pick(1e-6, 1e-5),
         "feed_forward_proj": projection,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
+        **{"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
     }
     if number % 3 == 1:
         config["num_decoder_layers"] = config["num_layers"] % 3 + 1
@@ -108,8 +92,7 @@ def _case(number):
         {"tie_word_embeddings": True},
         {"tie_word_embeddings": True, "scale_decoder_outputs": False},
     ][number % 4]
-    seed = _SEEDS.get(number, 900 + number)
-    return Case(f"t5-{number:02}-{projection}", config, seed, old=number % 3 == 2)
+    return Case(f"t5-{number:02}-{projection}", config, 900 + number, old=number % 3 == 2)
 
 
 def has_own_head(config):
@@ -120,9 +103,8 @@ def has_own_head(config):
 
 def _shapes(config):
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
-    shapes = {"shared.weight": (config["vocab_size"], width)}
-    if has_own_head(config):
-        shapes["lm_head.weight"] = (config["vocab_size"], width)
+    tables = ("shared", "lm_head") if has_own_head(config) else ("shared",)
+    shapes = {f"{name}.weight": (config["vocab_size"], width) for name in tables}
     layers = {"encoder": config["num_layers"]}
     layers["decoder"] = config.get("num_decoder_layers", config["num_layers"])
     for stack, number in layers.items():

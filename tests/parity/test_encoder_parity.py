@@ -1,20 +1,27 @@
 """Our encoders against transformers' torch models: what those say is recorded by encoder_record.py."""
 
+import json
+
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tests.extent import one_in
 
 from prejit.compiler.lowering.encoder_programs import lower_encoder
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, model_registry, quantizing
+from prejit.compiler.models.families.rotary_encoders import derived_of
 from prejit.compiler.models.layers.product_forms import Forms
+from prejit.compiler.models.parameters import parameters_of
 from prejit.compiler.native.products import INTEGERS, KERNEL_CALLS
 
+from . import encoder_family_cases
 from .encoder_cases import COUNT, REFERENCE, cases
+from .encoder_family_cases import family_cases
 from .encoder_record import torch_result
-from .encoder_results import encoder_results
+from .encoder_results import encoder_results, in_both_forms
 
-REFERENCES = (REFERENCE,)
+REFERENCES = (REFERENCE, encoder_family_cases.REFERENCE)
 TOLERANCE = 1e-4
 COSINE = 0.9999
 
@@ -38,6 +45,41 @@ def test_results_equal_those_that_torch_gave(case, reference, tmp_path, forms):
     assert cosine.min() >= COSINE
 
 
+def write(case, directory):
+    """Write the checkpoint as torch's save_pretrained would."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(case.config))
+    module = model_registry.make_encoder(config_file.load_encoder(directory), out_in=True)
+    prefix = f"{module.name}."
+    published = {
+        name.removeprefix("" if case.scores else prefix): case.in_file(
+            name.removeprefix(prefix), each.shape
+        )
+        for name, each in parameters_of(module).items()
+        if name not in derived_of(module)
+    }
+    save_file(published, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+SAMPLE = {"deberta-v2", "modernbert", "nomic-bert", "qwen3"}
+
+
+def is_sampled(case, form):
+    """Return whether `make test` runs a case: embedders in one form, those that score in the other."""
+    kind = case.name.removeprefix("scores-").removesuffix("-0")
+    return kind in SAMPLE and case.scores == (form == "kernels")
+
+
+@in_both_forms(family_cases(), is_sampled)
+def test_results_of_more_families_equal_those_that_torch_gave(case, reference, tmp_path, forms):
+    expected = reference[case.name]
+    assert expected.std() > 100 * TOLERANCE, "a constant would pass"
+    write(case, tmp_path / "model")
+    given, lengths = case.given, case.lengths
+    found = encoder_results(tmp_path / "model", given, lengths, forms, pooled=case.scores)
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_layers_round_tokens_beside_int8_matrices_alone(dtype, tmp_path):
     cases()[0].write(tmp_path)
@@ -51,7 +93,7 @@ def test_layers_round_tokens_beside_int8_matrices_alone(dtype, tmp_path):
 
 
 def test_every_case_is_recorded_and_they_differ(reference):
-    assert list(reference) == [case.name for case in cases()]
+    assert list(reference) == [case.name for case in (*cases(), *family_cases())]
     assert COUNT >= 10
     for name, values in reference.items():
         assert values.std() > 100 * TOLERANCE, f"{name}: a constant would pass"

@@ -25,10 +25,8 @@ LIBRARIES = (
     *("fp8-block", "fp8-tensor"),
 )
 KEPT = {
-    "gptq": {
-        "int8": (0, 0.01),
-        "int4": (10, 0.01),
-    },  # 64 x 32 values are int8: too small for four bits
+    # 64 x 32 values are int8: too small for four bits
+    "gptq": {"int8": (0, 0.01), "int4": (10, 0.01)},
     "gptq-64": {"int8": (12, 0.01), "int4": (14, 0.0)},
     "gptq-v2-order": {"int8": (0, 0.01), "int4": (0, 0.1)},
     "gptq-8": {"int8": (14, 0.0), "int4": (4, 0.1)},
@@ -66,12 +64,12 @@ def test_a_matrix_of_a_library_is_read_as_other_values(name, reference, tmp_path
 class Stored(Model):
     """A checkpoint whose matrices are stored in a dtype."""
 
-    def __init__(self, directory, dtype, forms):
-        super().__init__(directory, 32, forms)
+    def __init__(self, directory, dtype, forms, context=32):
+        super().__init__(directory, context, forms)
         checkpoint = open_checkpoint(directory, out_in=True)
         config = config_file.load_config(directory)
-        groups = checkpoint.groups
-        module = model_registry.make_decoder(config, 32, dtype, out_in=True, groups=groups)
+        groups, self.values = checkpoint.groups, sum(each.size for each in self.weights.values())
+        module = model_registry.make_decoder(config, context, dtype, out_in=True, groups=groups)
         self.graph, self.state = nnx.split(module)
         errors = {}
         reads = quantizing.readers(module, checkpoint.rows, errors.__setitem__)

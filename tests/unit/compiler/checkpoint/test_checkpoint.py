@@ -11,7 +11,8 @@ import pytest
 from flax import serialization, traverse_util
 from safetensors.numpy import load_file, save_file
 from tests.http_serving import QuietHandler, serving
-from tests.parity.cases import shapes_of
+from tests.parity.cases import shapes_of, write_checkpoint
+from tests.parity.sibling_cases import cases as siblings
 from tests.unit.compiler.models import small_models
 
 from prejit.compiler.checkpoint import tensor_files
@@ -34,20 +35,10 @@ LLAMA = {
 
 
 def drawn(config):
-    """Random tensors as torch's models publish them: Conv1D matrices (in, out)."""
+    """Random tensors of a model by their published names, matrices (out, in)."""
     random = np.random.default_rng(0)
     shapes = shapes_of(config)
-    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-def gpt2():
-    """The parameters of GPT2 with random values, matrices (out, in)."""
-    return as_torch(drawn(GPT2))
-
-
-def llama():
-    """The parameters of LLAMA with random values, matrices (out, in)."""
-    return drawn(LLAMA)
+    return as_torch({n: random.standard_normal(each, np.float32) for n, each in shapes.items()})
 
 
 def is_conv1d(name):
@@ -60,9 +51,7 @@ def as_torch(ours):
 
 
 def write(directory, config, tensors):
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors")
+    write_checkpoint(directory, config, tensors)
     return directory
 
 
@@ -98,41 +87,43 @@ def assert_reads(directory, ours):
 
 
 def test_torch_names_a_tied_head_and_other_floats_are_read_as_published(tmp_path):
-    assert_reads(write(tmp_path, GPT2, as_torch(gpt2())), gpt2())
-    assert_reads(write(tmp_path, LLAMA, llama()), llama())
-    published = {n.removeprefix("transformer."): v for n, v in as_torch(gpt2()).items()}
+    gpt2, llama = drawn(GPT2), drawn(LLAMA)
+    assert_reads(write(tmp_path, GPT2, as_torch(gpt2)), gpt2)
+    assert_reads(write(tmp_path, LLAMA, llama), llama)
+    published = {n.removeprefix("transformer."): v for n, v in as_torch(gpt2).items()}
     published["h.0.attn.bias"] = np.tril(np.ones((1, 1, 8, 8), np.float32))
     published["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
-    assert_reads(write(tmp_path, GPT2, published), gpt2())
-    both = as_torch(gpt2())
-    both["lm_head.weight"] = both["transformer.wte.weight"].copy()
-    assert_reads(write(tmp_path, GPT2, both), gpt2())
-    other = {**both, "lm_head.weight": both["lm_head.weight"].copy()}
-    other["lm_head.weight"][-1, -1] += 1
+    assert_reads(write(tmp_path, GPT2, published), gpt2)
+    embedding, head = "transformer.wte.weight", "lm_head.weight"
+    both = as_torch(gpt2)
+    both[head] = both[embedding].copy()
+    assert_reads(write(tmp_path, GPT2, both), gpt2)
+    other = {**both, head: both[head].copy()}
+    other[head][-1, -1] += 1
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from transformer\.wte"):
         _ = open_checkpoint(write(tmp_path, GPT2, other)).names
-    del both["transformer.wte.weight"]
-    assert_reads(write(tmp_path, GPT2, both), gpt2())
+    del both[embedding]
+    assert_reads(write(tmp_path, GPT2, both), gpt2)
     for dtype in (np.float64, np.float16, ml_dtypes.bfloat16):
-        stored = {name: values.astype(dtype) for name, values in llama().items()}
+        stored = {name: values.astype(dtype) for name, values in llama.items()}
         cast = {name: values.astype(np.float32) for name, values in stored.items()}
         assert_reads(write(tmp_path, LLAMA, stored), cast)
 
 
 def test_shards_are_read_through_their_index(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    names = sorted(llama())
+    names = sorted(drawn(LLAMA))
     where = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(names)}
     for shard in set(where.values()):
-        save_file({n: v for n, v in llama().items() if where[n] == shard}, tmp_path / shard)
+        save_file({n: v for n, v in drawn(LLAMA).items() if where[n] == shard}, tmp_path / shard)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    assert_reads(tmp_path, llama())
+    assert_reads(tmp_path, drawn(LLAMA))
     files = [file.name for file in open_checkpoint(tmp_path).files]
     assert files == ["config.json", "model.safetensors.index.json", *sorted(set(where.values()))]
     other = tmp_path / "model-00003-of-00003.safetensors"
-    kept, twice = load_file(other), {names[0]: llama()[names[0]] + 1}
+    kept, twice = load_file(other), {names[0]: drawn(LLAMA)[names[0]] + 1}
     save_file({**kept, **twice}, other)
-    assert_reads(tmp_path, llama())  # the index says which of two is meant
+    assert_reads(tmp_path, drawn(LLAMA))  # the index says which of two is meant
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {n: file for n, file in where.items() if n != names[0]}})
     )
@@ -146,26 +137,17 @@ def test_shards_are_read_through_their_index(tmp_path):
 
 
 def test_two_matrices_of_one_expert_are_refused(tmp_path):
-    config, block = small_models.QWEN3_MOE, "model.layers.1.mlp.experts."
-    module = model_registry.make_decoder(small_models.config(config), out_in=True)
-    random = np.random.default_rng(0)
-    tensors = {
-        name: random.standard_normal(parameter.shape, np.float32)
-        for name, parameter in parameters_of(module).items()
-    }
-    stacks = {name: tensors.pop(name) for name in [*tensors] if name.startswith(block)}
-    for of, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
-        for expert, stack in enumerate(stacks[f"{block}{of}_proj.weight"]):
-            for part, values in zip(parts, np.split(stack, len(parts)), strict=True):
-                tensors[f"{block}{expert}.{part}_proj.weight"] = np.ascontiguousarray(values)
-    whole = open_checkpoint(write(tmp_path, config, tensors), out_in=True)
-    down = f"{block}down_proj.weight"
-    assert np.array_equal(whole.read(down), stacks[down])
+    case = next(case for case in siblings() if case.name == "qwen3_moe-0")
+    case.write(tmp_path)
+    block, tensors = "model.layers.0.mlp.experts.", load_file(tmp_path / "model.safetensors")
+    stack = [tensors[f"{block}{n}.down_proj.weight"] for n in range(case.config["num_experts"])]
+    whole = open_checkpoint(tmp_path, out_in=True)
+    assert np.array_equal(whole.read(f"{block}down_proj.weight"), stack)
     name = f"{block}1.up_proj.weight"
     for again in (f"{block}01.up_proj.weight", name.removeprefix("model.")):
-        doubled = open_checkpoint(write(tmp_path, config, {**tensors, again: tensors[name] + 1}))
+        doubled = write(tmp_path, case.config, {**tensors, again: tensors[name] + 1})
         with pytest.raises(CheckpointError, match=r"both .*1\.up.* and .*1\.up_proj.* are given"):
-            _ = doubled.names
+            _ = open_checkpoint(doubled).names
 
 
 def test_names_and_layouts_of_flax(tmp_path):
@@ -176,25 +158,25 @@ def test_names_and_layouts_of_flax(tmp_path):
             return name.replace(".weight", ".embedding")
         return name.replace(".weight", ".kernel" if is_conv1d(name) else ".scale")
 
-    named = {of_flax(name): values for name, values in gpt2().items()}
-    assert_reads(write_flax(tmp_path, GPT2, named), gpt2())
+    named = {of_flax(name): values for name, values in drawn(GPT2).items()}
+    assert_reads(write_flax(tmp_path, GPT2, named), drawn(GPT2))
     dense = {
         f"params.{n.removeprefix('transformer.')}": v.T if n.endswith(".kernel") else v
         for n, v in named.items()
     }
-    assert_reads(write_flax(tmp_path, GPT2, dense), gpt2())
+    assert_reads(write_flax(tmp_path, GPT2, dense), drawn(GPT2))
     # FlaxLlamaRMSNorm calls its scale `weight`.
     named = {
         n.replace("embed_tokens.weight", "embed_tokens.embedding")
         if "norm" in n or "embed" in n
         else n.replace(".weight", ".kernel"): v.T if v.ndim == 2 and "embed" not in n else v
-        for n, v in llama().items()
+        for n, v in drawn(LLAMA).items()
     }
-    assert_reads(write_flax(tmp_path, LLAMA, named), llama())
+    assert_reads(write_flax(tmp_path, LLAMA, named), drawn(LLAMA))
 
 
 def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
-    tensors = as_torch(gpt2())
+    tensors = as_torch(drawn(GPT2))
     del tensors["transformer.ln_f.bias"]
     tensors["transformer.h.1.ln_1.bias"] = np.zeros(6, np.float32)
     tensors["transformer.h.0.mlp.c_fc.weight"] = np.zeros((6, 23), np.float32)
@@ -212,27 +194,28 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
     ):
         assert said in str(caught.value)
     matrix = "model.layers.0.mlp.up_proj.weight"  # outputs come first in the file, and here
-    turned = np.zeros((5, llama()[matrix].shape[1]), np.float32)
+    turned = np.zeros((5, drawn(LLAMA)[matrix].shape[1]), np.float32)
     with pytest.raises(CheckpointError, match=rf"expected \[\d+, {turned.shape[1]}\], found \[5, "):
-        _ = open_checkpoint(write(tmp_path, LLAMA, {**llama(), matrix: turned})).names
-    tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
+        _ = open_checkpoint(write(tmp_path, LLAMA, {**drawn(LLAMA), matrix: turned})).names
+    tensors = {"transformer.wte.weight": drawn(GPT2)["transformer.wte.weight"]}
     with pytest.raises(CheckpointError, match="and 7 more"):
         _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
     for name in ("score.weight", "v_head.summary.weight"):
-        tensors = {**llama(), name: np.ones((1, 4), np.float32)}
+        tensors = {**drawn(LLAMA), name: np.ones((1, 4), np.float32)}
         with pytest.raises(CheckpointError, match=f"unexpected {name}") as caught:
             _ = open_checkpoint(write(tmp_path, LLAMA, tensors)).names
         assert "a part that prejit does not build" in str(caught.value.hint)
     classified = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
     with pytest.raises(CheckpointError, match=r"expected .* for \[generate\], found \"LlamaForSeq"):
-        _ = open_checkpoint(write(tmp_path, classified, llama())).names
+        _ = open_checkpoint(write(tmp_path, classified, drawn(LLAMA))).names
 
 
-@pytest.mark.parametrize(
-    "content", [b"", bytes(8), b"\2" + bytes(7) + b"[]", b"\2" + bytes(7) + b"{}"]
-)
+CHANGED_HEADERS = [b"", bytes(8), b"\2" + bytes(7) + b"[]", b"\2" + bytes(7) + b"{}"]
+
+
+@pytest.mark.parametrize("content", CHANGED_HEADERS)
 def test_a_header_that_changes_between_two_looks_is_damage(content, tmp_path, monkeypatch):
-    directory, look = write(tmp_path, LLAMA, llama()), tensor_files._places
+    directory, look = write(tmp_path, LLAMA, drawn(LLAMA)), tensor_files._places
 
     def places(path):
         path.write_bytes(content)
@@ -245,7 +228,7 @@ def test_a_header_that_changes_between_two_looks_is_damage(content, tmp_path, mo
 
 @pytest.mark.parametrize("how", [write, write_flax])
 def test_a_truncated_file_is_named(how, tmp_path):
-    [file] = {*how(tmp_path, LLAMA, llama()).iterdir()} - {tmp_path / "config.json"}
+    [file] = {*how(tmp_path, LLAMA, drawn(LLAMA)).iterdir()} - {tmp_path / "config.json"}
     content = file.read_bytes()
     for kept in (0, 5, 100, -1):
         file.write_bytes(content[:kept])
@@ -273,7 +256,7 @@ def test_an_index_of_another_form_is_refused(tmp_path):
 
 
 def test_weights_that_are_no_numbers_or_beyond_float32_are_refused(tmp_path):
-    tensors, name = as_torch(gpt2()), "transformer.h.0.mlp.c_fc.weight"
+    tensors, name = as_torch(drawn(GPT2)), "transformer.h.0.mlp.c_fc.weight"
     for value in (np.nan, -np.inf):
         tensors[name][2, 3] = value
         said = rf"{tmp_path / 'model.safetensors'}.*{name}.*found 1 of 144 that are NaN or infinite"
@@ -313,27 +296,27 @@ class Hub(QuietHandler):
     fetched: list[str] = []  # noqa: RUF012
 
     def do_GET(self):
-        name = self.path.partition(f"/org/model/resolve/{self.commit}/")[2]
+        start, _, name = self.path.partition(f"/org/model/resolve/{self.commit}/")
         digests = {file: sha256(content).hexdigest() for file, content in self.files.items()}
-        if self.path.startswith("/api/models/org/model/tree/"):
+        if start.startswith("/api/models/org/model/tree/"):
             tree = [
                 {"type": "file", "path": file, "size": len(self.files[file]), "oid": digest}
                 for file, digest in digests.items()
             ]
             self.reply(200, json.dumps(tree).encode())
-        elif self.path.startswith("/api/models/org/model/"):
+        elif start.startswith("/api/models/org/model/"):
             siblings = [{"rfilename": file} for file in self.files]
             found = {"id": "org/model", "sha": self.commit, "siblings": siblings}
             self.reply(200, json.dumps(found).encode())
-        elif self.path.startswith("/api/models/org/gated/"):
-            self.reply(403, b"{}", X_Error_Code="GatedRepo")
         elif name in self.files:
             if self.command == "GET":
                 self.fetched.append(name)
             tag = f'"{digests[name]}"'
             self.reply(200, self.files[name], ETag=tag, X_Repo_Commit=self.commit)
         else:
-            self.reply(404, b"{}", X_Error_Code="RepoNotFound")
+            is_gated = start.startswith("/api/models/org/gated/")
+            code = "GatedRepo" if is_gated else "RepoNotFound"
+            self.reply(403 if is_gated else 404, b"{}", X_Error_Code=code)
 
     do_HEAD = do_GET
 

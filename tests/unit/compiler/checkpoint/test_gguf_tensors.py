@@ -129,16 +129,18 @@ def test_scales_and_minimums_are_kept_as_other_values(tmp_path):
                 np.testing.assert_array_equal(stored[3:5, :32], expected[3:5, :32])
 
 
+def tensors_of(case):
+    others, matrices = case.tensors()
+    return others | {f"{name}.weight": each.values for name, each in matrices.items()}
+
+
 def manifest_of(path, source, more=""):
     return read_manifest(write_manifest(path, source, model=more, context=(32,)))
 
 
 def test_a_file_with_minimums_gets_no_zero_points(tmp_path):
-    case = FewBits("gguf", GPTQ, 7)
-    others, matrices = case.tensors()
-    tensors = others | {f"{name}.weight": each.values for name, each in matrices.items()}
-    kinds = {False: KINDS.F32, True: KINDS.Q4_1}
-    write(tmp_path, "llama", case.config, tensors, lambda name: kinds["o_proj" in name])
+    case, kinds = FewBits("gguf", GPTQ, 7), {False: KINDS.F32, True: KINDS.Q4_1}
+    write(tmp_path, "llama", case.config, tensors_of(case), lambda name: kinds["o_proj" in name])
     manifest = manifest_of(tmp_path / "demo.toml", tmp_path, 'dtype = "int4"\n')
     files = find_model(manifest, (SimpleNamespace(architecture="x86_64"),), tmp_path)
     assert files.groups == Groups(zeros=True)
@@ -152,17 +154,14 @@ def test_a_file_with_minimums_gets_no_zero_points(tmp_path):
 
 
 def test_q4_0_is_rounded_again_and_others_are_read_as_other_values(tmp_path):
-    case = FewBits("gguf", GPTQ, 7)
-    others, matrices = case.tensors()
-    tensors = others | {f"{name}.weight": each.values for name, each in matrices.items()}
-
     def kind_of(name):
         if "norm" in name:
             return KINDS.F32
         ends = {"v_proj": KINDS.Q8_0, "down_proj": KINDS.Q5_1, "embed_tokens": KINDS.F16}
         return next((kind for end, kind in ends.items() if f"{end}." in name), KINDS.Q4_0)
 
-    wide = write(tmp_path, "llama", case.config, tensors, kind_of)
+    case = FewBits("gguf", GPTQ, 7)
+    wide = write(tmp_path, "llama", case.config, tensors_of(case), kind_of)
     checkpoint = open_checkpoint(tmp_path, out_in=True)
     assert checkpoint.groups == GROUPS_OF_32
     for name, values in wide.items():

@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
+from tests.parity.cases import write_checkpoint
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, int4_rounding, model_registry, quantizing
@@ -28,7 +27,6 @@ CONFIG = {
 PACKED = {**CONFIG, "quantization_config": {"quant_method": "mxfp4"}}
 BLOCK = "model.layers.0.mlp.experts"
 GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 def packed(seed, outputs, inputs):
@@ -45,7 +43,7 @@ def packed(seed, outputs, inputs):
     return {"blocks": blocks, "scales": scales}, wide
 
 
-def others(directory):
+def common(directory):
     """Write config.json, and return the tensors that are no matrices of experts."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
     module = model_registry.make_decoder(config_file.load_config(directory), out_in=True)
@@ -54,51 +52,54 @@ def others(directory):
         name: random.standard_normal(parameter.shape, np.float32)
         for name, parameter in parameters_of(module).items()
         if BLOCK not in name
+    } | {
+        f"{BLOCK}.gate_up_proj_bias": random.standard_normal((EXPERTS, 2 * INNER), np.float32),
+        f"{BLOCK}.down_proj_bias": np.ones((EXPERTS, WIDTH), np.float32),
     }
 
 
+def in_bits(**matrices):
+    return {
+        f"{BLOCK}.{which}_proj_{name}": values
+        for which, each in matrices.items()
+        for name, values in each.items()
+    }
+
+
+def in_turns(gate_up):
+    return np.concatenate([gate_up[:, ::2], gate_up[:, 1::2]], axis=1)
+
+
 def write(directory, config, tensors):
-    (directory / "config.json").write_text(json.dumps(config))
-    values = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    save_file(values, directory / "model.safetensors")
+    write_checkpoint(directory, config, {n: np.ascontiguousarray(t) for n, t in tensors.items()})
     return open_checkpoint(directory, out_in=True)
 
 
 def test_four_bits_and_gate_and_up_in_turns_are_read_as_what_they_stand_for(tmp_path):
     up, wide_up = packed(1, 2 * INNER, WIDTH)
     down, wide_down = packed(2, WIDTH, INNER)
-    bias = np.arange(EXPERTS * 2 * INNER, dtype=np.float32).reshape(EXPERTS, -1)
-    common = others(tmp_path) | {
-        f"{BLOCK}.gate_up_proj_bias": bias,
-        f"{BLOCK}.down_proj_bias": np.ones((EXPERTS, WIDTH), np.float32),
-    }
-    in_bits = {f"{BLOCK}.gate_up_proj_{name}": values for name, values in up.items()} | {
-        f"{BLOCK}.down_proj_{name}": values for name, values in down.items()
-    }
+    others, exact = common(tmp_path), in_bits(gate_up=up, down=down)
     plain = {
         f"{BLOCK}.gate_up_proj": wide_up.swapaxes(1, 2),
         f"{BLOCK}.down_proj": wide_down.swapaxes(1, 2),
     }
-    in_turns = np.concatenate([wide_up[:, ::2], wide_up[:, 1::2]], axis=1)
-    for config, tensors in ((PACKED, in_bits), (CONFIG, plain)):
-        found = write(tmp_path, config, common | tensors)
-        assert np.array_equal(found.read(f"{BLOCK}.gate_up_proj.weight"), in_turns)
-        assert np.array_equal(found.rows(f"{BLOCK}.gate_up_proj.weight")[1:2], in_turns[1:2])
+    bias = in_turns(others[f"{BLOCK}.gate_up_proj_bias"])
+    for config, tensors in ((PACKED, exact), (CONFIG, plain)):
+        found = write(tmp_path, config, others | tensors)
+        assert np.array_equal(found.read(f"{BLOCK}.gate_up_proj.weight"), in_turns(wide_up))
+        rows = found.rows(f"{BLOCK}.gate_up_proj.weight")
+        assert np.array_equal(rows[1:2], in_turns(wide_up)[1:2])
         assert np.array_equal(found.read(f"{BLOCK}.down_proj.weight"), wide_down)
-        read = found.read(f"{BLOCK}.gate_up_proj.bias")
-        assert np.array_equal(read, np.concatenate([bias[:, ::2], bias[:, 1::2]], axis=1))
+        assert np.array_equal(found.read(f"{BLOCK}.gate_up_proj.bias"), bias)
     blocks, scales = (f"{BLOCK}.down_proj_{name}" for name in ("blocks", "scales"))
     for change, said in (
         ({scales: None}, f"missing {scales}"),
-        ({scales: in_bits[scales][:, :, :1]}, f"{blocks} and {scales} are"),
-        ({blocks: in_bits[blocks].astype(np.float32)}, f"{blocks} is F32, expected U8"),
+        ({scales: exact[scales][:, :, :1]}, f"{blocks} and {scales} are"),
+        ({blocks: exact[blocks].astype(np.float32)}, f"{blocks} is F32, expected U8"),
         ({f"{BLOCK}.down_proj": plain[f"{BLOCK}.down_proj"]}, "are given"),
     ):
-        tensors = {
-            name: values
-            for name, values in (common | in_bits | change).items()
-            if values is not None
-        }
+        changed = (others | exact | change).items()
+        tensors = {name: values for name, values in changed if values is not None}
         with pytest.raises(CheckpointError, match=re.escape(said)):
             _ = write(tmp_path, PACKED, tensors).names
 
@@ -107,14 +108,8 @@ def test_an_exponent_that_stands_for_nan_is_kept_beside_zeros(tmp_path):
     up, _ = packed(1, 2 * INNER, WIDTH)
     down, _ = packed(2, WIDTH, INNER)
     down["blocks"][1, 3, 0], down["scales"][1, 3, 0] = 0, 255
-    exact = {f"{BLOCK}.gate_up_proj_{name}": values for name, values in up.items()} | {
-        f"{BLOCK}.down_proj_{name}": values for name, values in down.items()
-    }
-    biases = {f"{BLOCK}.gate_up_proj_bias": np.zeros((EXPERTS, 2 * INNER), np.float32)}
-    biases[f"{BLOCK}.down_proj_bias"] = np.ones((EXPERTS, WIDTH), np.float32)
-    rows = write(tmp_path, PACKED, others(tmp_path) | biases | exact).rows(
-        f"{BLOCK}.down_proj.weight"
-    )
+    checkpoint = write(tmp_path, PACKED, common(tmp_path) | in_bits(gate_up=up, down=down))
+    rows = checkpoint.rows(f"{BLOCK}.down_proj.weight")
     for read in (rows.read, lambda: rows.mxfp4(1)):
         with pytest.raises(CheckpointError, match=r"found 32 of .* that are NaN or infinite"):
             read()
@@ -127,13 +122,8 @@ def test_four_bits_of_experts_are_rounded_again_in_int4(tmp_path, with_kernels, 
         monkeypatch.setattr(int4_rounding, least, WIDTH)
     up, wide_up = packed(1, 2 * INNER, WIDTH)
     down, wide_down = packed(2, WIDTH, INNER)
-    biases = {f"{BLOCK}.gate_up_proj_bias": np.zeros((EXPERTS, 2 * INNER), np.float32)}
-    biases[f"{BLOCK}.down_proj_bias"] = np.ones((EXPERTS, WIDTH), np.float32)
-    exact = {f"{BLOCK}.gate_up_proj_{name}": values for name, values in up.items()} | {
-        f"{BLOCK}.down_proj_{name}": values for name, values in down.items()
-    }
-    tensors = others(tmp_path) | biases | exact
-    checkpoint = write(tmp_path, PACKED, tensors)
+    others = common(tmp_path)
+    checkpoint = write(tmp_path, PACKED, others | in_bits(gate_up=up, down=down))
     config = config_file.load_config(tmp_path)
     module = model_registry.make_decoder(config, dtype="int4", out_in=True)
     errors = {}
@@ -142,9 +132,8 @@ def test_four_bits_of_experts_are_rounded_again_in_int4(tmp_path, with_kernels, 
         name: reads[name]() if name in reads else checkpoint.read(name)
         for name in flat_parameters(nnx.state(module))
     }
-    in_turns = np.concatenate([wide_up[:, ::2], wide_up[:, 1::2]], axis=1)
     rows = quantizing.widened(module, stored)
-    for kind, wide in (("gate_up", in_turns), ("down", wide_down)):
+    for kind, wide in (("gate_up", in_turns(wide_up)), ("down", wide_down)):
         name = f"{BLOCK}.{kind}_proj.weight"
         assert stored[name].dtype == np.uint32
         assert errors[name] == 0
@@ -156,18 +145,14 @@ def test_four_bits_of_experts_are_rounded_again_in_int4(tmp_path, with_kernels, 
     layer = nnx.merge(graph, with_parameters(state, held))
     x = np.random.default_rng(3).standard_normal((20, INNER)).astype(ml_dtypes.bfloat16)
     x = x.astype(np.float32)
-    expected = x @ wide_down[1].T + 1
-    forms = (
+    for found in (
         jax.vmap(lambda one: layer.dot(one, jnp.int32(1)))(x),
         layer.dot(jnp.asarray(x), jnp.int32(1)),
         kernel_calls.experts(x, np.ones((20, 1), np.int32), layer.operand)[:, 0],
-    )
-    for found in forms:
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
-    tensors[f"{BLOCK}.down_proj"] = wide_down.swapaxes(1, 2)
-    for name in down:
-        del tensors[f"{BLOCK}.down_proj_{name}"]
-    checkpoint = write(tmp_path, PACKED, tensors)
+    ):
+        np.testing.assert_allclose(found, x @ wide_down[1].T + 1, rtol=1e-5, atol=1e-3)
+    plain = {f"{BLOCK}.down_proj": wide_down.swapaxes(1, 2)}
+    checkpoint = write(tmp_path, PACKED, others | in_bits(gate_up=up) | plain)
     reads = quantizing.readers(module, checkpoint.rows)
     with pytest.raises(CheckpointError, match="expected a matrix in MXFP4"):
         reads[f"{BLOCK}.down_proj.weight"]()

@@ -74,38 +74,22 @@ Q = "model.layers.1.self_attn.q_proj"
     [
         ({"qzeros": None}, f"missing {Q}.qzeros"),
         ({"qweight": np.zeros((8, 64), np.float32)}, f"{Q}.qweight is F32, expected I32"),
-        (
-            {"scales": np.ones((2, 63), np.float16)},
-            f"the tensors of {Q} are [8, 64], [2, 8], [2, 63]",
-        ),
+        ({"scales": np.ones((2, 63), np.float16)}, f"the tensors of {Q} are [8, 64], [2, 8], [2, 63]"),
         ({"g_idx": np.zeros(63, np.int32)}, "expected [64] of g_idx"),
+        ({"g_idx": np.full(64, 2, np.int32)}, f"{Q}: expected groups from 0 to 1 in g_idx, found 2"),
         ({"bias": np.ones(64, np.float16)}, f"unexpected {Q}.bias"),
         (
-            {
-                "scales": np.ones((3, 64), np.float16),
-                "qzeros": np.zeros((3, 8), np.int32),
-                "g_idx": None,
-            },
+            {"scales": np.ones((3, 64), np.float16), "qzeros": np.zeros((3, 8), np.int32), "g_idx": None},
             f"the scales of {Q} are [64, 3], expected a divisor of its shape [64, 64]",
         ),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_do_not_fit_are_read_or_dropped(change, said, tmp_path):
     FewBits("gptq", GPTQ, 1).write_packed(tmp_path)
     file = tmp_path / "model.safetensors"
     changed = load_file(file) | {f"{Q}.{name}": values for name, values in change.items()}
     save_file({name: each for name, each in changed.items() if each is not None}, file)
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        _ = open_checkpoint(tmp_path).names
-
-
-def test_a_group_that_is_none_is_read_from_elsewhere(tmp_path):
-    FewBits("gptq", GPTQ, 1).write_packed(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | {f"{Q}.g_idx": np.full(64, 2, np.int32)}, file)
-    with pytest.raises(
-        CheckpointError, match=f"{Q}: expected groups from 0 to 1 in g_idx, found 2"
-    ):
         open_checkpoint(tmp_path, out_in=True).read(f"{Q}.weight")
 
 
@@ -148,35 +132,30 @@ def test_a_zero_point_of_0_moves_its_neighbour_in_the_first_form_of_gptq(bits, t
 def test_int8_of_bitsandbytes_is_read_in_another_order_than_rows(tmp_path):
     settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     tensors = {"weight": np.ones((32, 64), np.int8), "SCB": np.ones(32, np.float32)}
-    found = [
+    rows, other = (
         matrix_of(tmp_path, settings, tensors | {"weight_format": np.uint8(each)})
         for each in (0, 1)
-    ]
-    assert found[0].shape == (32, 64)
-    assert found[1][0].startswith("m.weight_format is 1, expected 0: rows")
+    )
+    assert rows.shape == (32, 64)
+    assert other[0].startswith("m.weight_format is 1, expected 0: rows")
 
 
 def test_float8_is_multiplied_by_scales_of_other_blocks(tmp_path):
     random = np.random.default_rng(0)
     weight = random.standard_normal((192, 320)).astype(float8_e4m3fn)
     scales = random.uniform(0.5, 2, (2, 3)).astype(np.float32)
-    tensors = {"weight": weight, "weight_scale_inv": scales}
-    whole = scales.repeat(128, 0)[:192].repeat(128, 1)[:, :320]
-    np.testing.assert_array_equal(
-        matrix_of(tmp_path, {"quant_method": "fp8"}, tensors), weight.astype(np.float32) * whole
-    )
-    for size, wanted in (([96, 128], None), ([64, 64], [3, 5]), (None, [1, 1])):
-        settings = {"quant_method": "fp8", "weight_block_size": size}
-        found = matrix_of(tmp_path, settings, tensors)
-        if wanted is None:
-            whole = scales.repeat(96, 0).repeat(128, 1)[:, :320]
-            np.testing.assert_array_equal(found, weight.astype(np.float32) * whole)
-        else:
-            assert f"the scales of m are [2, 3], expected {wanted} for its shape" in found[0]
-    found = matrix_of(
-        tmp_path, {"quant_method": "fp8"}, {"weight": weight, "weight_scale_inv": scales[:1, :1]}
-    )
-    assert "the scales of m are [1, 1], expected [2, 3]" in found[0]
+
+    def found(scales, **more):
+        tensors = {"weight": weight, "weight_scale_inv": scales}
+        return matrix_of(tmp_path, {"quant_method": "fp8", **more}, tensors)
+
+    for rows, more in ((128, {}), (96, {"weight_block_size": [96, 128]})):
+        whole = scales.repeat(rows, 0)[:192].repeat(128, 1)[:, :320]
+        np.testing.assert_array_equal(found(scales, **more), weight.astype(np.float32) * whole)
+    for size, wanted in (([64, 64], [3, 5]), (None, [1, 1])):
+        said = f"the scales of m are [2, 3], expected {wanted} for its shape"
+        assert said in found(scales, weight_block_size=size)[0]
+    assert "the scales of m are [1, 1], expected [2, 3]" in found(scales[:1, :1])[0]
 
 
 STATE = {"shape": [32, 64], "blocksize": 64, "nested_blocksize": 16, "nested_offset": 0.5}
@@ -335,23 +314,19 @@ def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):
         tensors |= {name: values, f"{name}_scale": scale}
         wide[name] = values * scale
     save_file(tensors, file)
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
-    settings = PACKED | {
-        "format": "int-quantized",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps(case.config | {"quantization_config": settings})
-    )
+    settings = {**with_weights(num_bits=8, strategy="channel"), "format": "int-quantized"}
+    config = json.dumps(case.config | {"quantization_config": settings})
+    (tmp_path / "config.json").write_text(config)
     checkpoint = open_checkpoint(tmp_path, out_in=True)
     down, up = sorted(name for name in checkpoint.forms if ".layers.0." in name)
     block = up.partition("gate_up")[0]
-    joined = np.stack(
-        [
-            np.concatenate([wide[f"{block}{expert}.{part}_proj.weight"] for part in ("gate", "up")])
-            for expert in range(case.config["num_experts"])
-        ]
+    gates, ups = (
+        np.stack(
+            [wide[f"{block}{n}.{part}_proj.weight"] for n in range(case.config["num_experts"])]
+        )
+        for part in ("gate", "up")
     )
+    joined = np.concatenate([gates, ups], axis=1)
     np.testing.assert_array_equal(checkpoint.read(up), joined)
     found, scale = kept(checkpoint.rows(up).integers(), STORED_DTYPES["int8"], 2)
     np.testing.assert_array_equal(found * scale[..., None], joined)

@@ -7,8 +7,6 @@ import pytest
 from prejit.compiler.models.layers.attention import attention
 from prejit.compiler.models.layers.cache_rows import read_rows, row_width, stored_rows
 
-from .small_models import PLACES, model, random_tokens, sources
-
 BLOCK = 6
 
 
@@ -49,11 +47,3 @@ def test_attention_to_int8_is_attention_to_what_it_stands_for(sinks):
     assert np.abs(found - expected).max() < 1e-5
     exact = attention(query, tuple(vectors), positions, 0.5, **options)
     assert 1e-5 < np.abs(found - exact).max() < 0.1
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", PLACES)
-def test_an_encoder_decoder_keeps_text_and_source_in_int8(family):
-    made, source, tokens = model(family), sources(family, 1), random_tokens(2, BLOCK)
-    right, found = (made.logits(source, tokens, dtype) for dtype in ("float32", "int8"))
-    assert 0 < np.abs(found - right).max() < 0.1 * np.abs(right).max()

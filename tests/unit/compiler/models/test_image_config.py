@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.parity.image_cases import REFERENCE, image_cases
@@ -158,8 +159,6 @@ def test_activations_of_labels_are_those_of_transformers_pipeline(tmp_path):
 
 
 def test_every_tensor_is_used_or_named(tmp_path):
-    import numpy as np
-
     with np.load(REFERENCE) as recorded:
         shapes = json.loads(str(recorded["vit-0 tensors"]))
     CASES["vit-0"].write(tmp_path, shapes)

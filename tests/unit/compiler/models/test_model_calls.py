@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tests.extent import sampled
 
 from prejit.compiler.checking.kit import check_model
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models import model_registry
+from prejit.compiler.models import model_registry, quantizing
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.parameters import parameters_of, parametrized
+from prejit.compiler.models.parameters import flat_parameters, parametrized
 
 from .small_models import (
     BLOCK,
@@ -74,34 +75,43 @@ def test_a_source_may_be_empty():
     assert all(map(np.array_equal, whole, part))
 
 
+WIDE = {
+    "t5": {"d_model": 64, "d_ff": 128, "d_kv": 32},
+    "whisper": {"d_model": 96, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128},
+}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "dtype"),
     sampled(
-        itertools.product(PLACES, ("bfloat16", "int8")),
+        itertools.product(PLACES, ("bfloat16", "int8", "int4")),
         lambda case: case == ("t5", "int8"),
     ),
 )
 def test_fewer_bits_give_the_logits_of_what_they_stand_for(family, dtype):
-    exact, narrow = model(family), model(family, dtype)
-    stored = {name for name, values in narrow.weights.items() if values.dtype == dtype}
-    matrices = {name for name, values in exact.weights.items() if values.ndim == 2}
+    read, random = config({**CONFIGS[family], **WIDE[family]}), np.random.default_rng(0)
+    module = model_registry.make_decoder(read)
+    values = {
+        name: random.standard_normal(leaf.shape, np.float32) * np.float32(0.1)
+        for name, leaf in flat_parameters(nnx.state(module)).items()
+    }
+    exact = Model(module, values)
+    narrow = Model(model_registry.make_decoder(read, dtype=dtype), values)
+    scales = {"int8": {"int8"}, "int4": {"uint32", "float16", "int8"}}.get(dtype, {dtype})
+    assert {str(each.dtype) for each in narrow.weights.values()} == {"float32", *scales}
     bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    wide = {f"encoder.{bias}", f"decoder.{bias}"}
-    assert matrices - stored == (wide if family == "t5" else set())
-    widened = {}
-    for name, parameter in parameters_of(exact.module).items():
-        wide = np.asarray(narrow.weights[name], np.float32)
-        scale = narrow.weights.get(f"{name}_scale", np.ones(1, np.float32))
-        vector = wide.ndim != 2 or name not in stored
-        widened[name] = wide if vector else wide * scale if parameter.in_out else (wide.T * scale).T
-    meant = Model(exact.module, widened)
+    tables = {f"encoder.{bias}", f"decoder.{bias}"} if family == "t5" else set()
+    assert all(narrow.weights[name].dtype == np.float32 for name in tables)
+    rows = quantizing.widened(narrow.module, narrow.weights)
+    meant = Model(module, {name: rows[name][0 : len(each)] for name, each in values.items()})
     source, tokens = sources(family, 1), random_tokens(2, BLOCK)
     found, expected, right = (each.logits(source, tokens) for each in (narrow, meant, exact))
-    assert np.abs(found - expected).max() < CLOSE
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
     assert 0 < np.abs(found - right).mean() < right.std() / 4
-    rounded = narrow.logits(source, tokens, "bfloat16")
-    assert 0 < np.abs(rounded - found).max() < 0.1 * np.abs(found).max()
+    for cache in ("bfloat16", "int8"):
+        rounded = narrow.logits(source, tokens, cache)
+        assert 0 < np.abs(rounded - found).max() < 0.1 * np.abs(found).max()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

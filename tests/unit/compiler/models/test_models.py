@@ -19,9 +19,6 @@ from tests.extent import examples
 from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
-from tests.parity.further_sibling_cases import cases as further_siblings
-from tests.parity.hybrid_cases import cases as hybrids
-from tests.parity.later_sibling_cases import cases as later_siblings
 from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
@@ -195,7 +192,7 @@ _UNUSABLE = [
 
 @pytest.mark.parametrize("family", sorted({family for family, _, _ in _UNUSABLE}))
 def test_a_setting_that_is_not_built_is_named(family, tmp_path):
-    further = {case.name: case.config for case in (*further_siblings(), *hybrids())}
+    further = {case.name: case.config for case in siblings()}
     right = CONFIGS[family] if family in CONFIGS else further[f"{family}-0"]
     for change, said in [row[1:] for row in _UNUSABLE if row[0] == family]:
         (tmp_path / "config.json").write_text(json.dumps({**right, **change}))
@@ -208,7 +205,7 @@ def test_a_setting_that_is_not_built_is_named(family, tmp_path):
 _DECODERS = {
     case.config["model_type"]: case.config
     for case in (
-        *(*cases(), *siblings(), *later_siblings(), *further_siblings(), *hybrids()),
+        *(*cases(), *siblings()),
         *(*t5_cases.cases(), *whisper_cases.cases()),
     )
 }
@@ -221,7 +218,7 @@ _MORE = (
 
 
 def test_biases_under_the_names_of_the_first_exaone_are_read(tmp_path):
-    (case,) = [case for case in further_siblings() if case.name == "exaone-0"]
+    (case,) = [case for case in siblings() if case.name == "exaone-0"]
     shapes = dict(case.tensor_shapes)
     for name in [name for name in shapes if ".attn." in name or ".mlp." in name]:
         shapes[name.replace(".weight", ".bias")] = shapes[name][:1]

@@ -1,7 +1,5 @@
 """Functions of float32 matrices compute the same with stored values, and products never widen a matrix."""
 
-from typing import NamedTuple
-
 import equinox
 import jax
 import jax.numpy as jnp
@@ -45,37 +43,29 @@ def over_rows(w):
     return jax.vmap(jax.vmap(layer))(X)
 
 
-class Use(NamedTuple):
-    """A use of a matrix of a shape whose values share scales along some axes."""
-
-    function: object
-    shape: tuple
-    shared: tuple
-
-
-PRODUCTS = {
-    "matmul": Use(lambda w: X @ w, (64, 5), (0,)),
-    "the matrix first": Use(lambda w: w @ X[0].T, (5, 64), (1,)),
-    "transposed": Use(lambda w: X @ w.T, (5, 64), (1,)),
-    "under checkpoint": Use(jax.checkpoint(lambda w: X @ w), (64, 5), (0,)),
-    "with a derivative of its own": Use(lambda w: custom(X, w), (64, 5), (0,)),
-    "under vmap": Use(over_rows, (5, 64), (1,)),
-    "to heads": Use(lambda w: jnp.einsum("btd,dnh->btnh", X, w), (64, 4, 16), (0, 1)),
-    "to heads, each scaled": Use(lambda w: jnp.einsum("btd,dnh->btnh", X, w), (64, 4, 16), (0,)),
-    "from heads": Use(lambda w: jnp.einsum("btnh,nhd->btd", HEADS, w), (4, 16, 7), (0, 1)),
-    "a stack of layers": Use(over_layers, (3, 64, 64), (1,)),
+PRODUCTS = {  # a function of a matrix, its shape, and the axes along which values share scales
+    "matmul": (lambda w: X @ w, (64, 5), (0,)),
+    "the matrix first": (lambda w: w @ X[0].T, (5, 64), (1,)),
+    "transposed": (lambda w: X @ w.T, (5, 64), (1,)),
+    "under checkpoint": (jax.checkpoint(lambda w: X @ w), (64, 5), (0,)),
+    "with a derivative of its own": (lambda w: custom(X, w), (64, 5), (0,)),
+    "under vmap": (over_rows, (5, 64), (1,)),
+    "to heads": (lambda w: jnp.einsum("btd,dnh->btnh", X, w), (64, 4, 16), (0, 1)),
+    "to heads, each scaled": (lambda w: jnp.einsum("btd,dnh->btnh", X, w), (64, 4, 16), (0,)),
+    "from heads": (lambda w: jnp.einsum("btnh,nhd->btd", HEADS, w), (4, 16, 7), (0, 1)),
+    "a stack of layers": (over_layers, (3, 64, 64), (1,)),
 }
 OTHERS = {
-    "rows of a table": Use(lambda w: jnp.take(w, jnp.array([[1, 3]]), axis=0), (5, 64), (0,)),
-    "from heads, with scales along both": Use(
-        lambda w: jnp.einsum("btnh,nhd->btd", HEADS, w), (4, 16, 7), (1,)
+    "rows of a table": (lambda w: jnp.take(w, jnp.array([[1, 3]]), axis=0), (5, 64), (0,)),
+    "from heads, with scales along both": (
+        lambda w: jnp.einsum("btnh,nhd->btd", HEADS, w),
+        (4, 16, 7),
+        (1,),
     ),
-    "with itself": Use(lambda w: w.T @ w, (64, 5), (0,)),
-    "as it is": Use(lambda w: (w, {"same": w.T}), (64, 5), (0,)),
-    "a stack that shares scales": Use(over_layers, (3, 64, 64), (0, 1)),
-    "a condition": Use(
-        lambda w: lax.cond(w[0, 0] > 9, lambda: X @ w, lambda: -X @ w), (64, 5), (0,)
-    ),
+    "with itself": (lambda w: w.T @ w, (64, 5), (0,)),
+    "as it is": (lambda w: (w, {"same": w.T}), (64, 5), (0,)),
+    "a stack that shares scales": (over_layers, (3, 64, 64), (0, 1)),
+    "a condition": (lambda w: lax.cond(w[0, 0] > 9, lambda: X @ w, lambda: -X @ w), (64, 5), (0,)),
 }
 
 
@@ -90,14 +80,14 @@ OTHERS = {
     ),
 )
 def test_a_use_has_stored_values(name, dtype, monkeypatch):
-    use = {**PRODUCTS, **OTHERS}[name]
-    narrow = matrix(*use.shape, dtype=dtype, shared=use.shared)
-    expected = use.function(narrow.widened())
+    function, shape, shared = {**PRODUCTS, **OTHERS}[name]
+    narrow = matrix(*shape, dtype=dtype, shared=shared)
+    expected = function(narrow.widened())
     widened, real = [], NarrowMatrix.widened
     monkeypatch.setattr(
         NarrowMatrix, "widened", lambda self: widened.append(self.values.shape) or real(self)
     )
-    call = jax.jit(lambda narrow: call_narrow(lambda wide: use.function(wide["w"]), {"w": narrow}))
+    call = jax.jit(lambda narrow: call_narrow(lambda wide: function(wide["w"]), {"w": narrow}))
     found = call(narrow)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -58,19 +58,28 @@ def test_int8_is_off_by_more_than_half_a_step(values, contracted, zeros):
 
 
 def test_bfloat16_is_rounded_to_even_and_holds_no_infinity():
-    module = nnx.eval_shape(lambda: Linear(2, 2, bias=False))
-    quantizing.store(module, "bfloat16")
-
-    def stored(values):
-        given = np.array(values, np.float32)
-        return quantizing.readers(module, lambda name: given)["weight"]()
+    def rounded(values):
+        module = nnx.eval_shape(lambda: Linear(2, 2, bias=False))
+        return stored(module, "bfloat16", np.array(values, np.float32))[0]["weight"]
 
     # Halves between two neighbours go to the even one; the third is above a half.
-    found = stored([[1 + 2**-8, 1 + 3 * 2**-8], [1 + 2**-8 + 2**-20, -1]])
+    found = rounded([[1 + 2**-8, 1 + 3 * 2**-8], [1 + 2**-8 + 2**-20, -1]])
     assert found.dtype == ml_dtypes.bfloat16
     assert found.astype(np.float32).tolist() == [[1, 1 + 2**-6], [1 + 2**-7, -1]]
     with pytest.raises(CheckpointError, match="weight: expected values that bfloat16 can hold"):
-        stored([[1, LARGEST], [0, 1]])
+        rounded([[1, LARGEST], [0, 1]])
+
+
+def stored(module, dtype, values, **others):
+    """Weights of a module whose matrix has values in a dtype, a call with them, and the matrix in float64."""
+    quantizing.store(module, dtype)
+    reads = quantizing.readers(module, lambda name: values)
+    weights = {"weight": values, **others} | {name: read() for name, read in reads.items()}
+    return weights, partial(called, *nnx.split(module)), weights["weight"].astype(np.float64)
+
+
+def called(graph, state, name, weights, x):
+    return getattr(nnx.merge(graph, with_parameters(state, weights)), name)(x)
 
 
 @dtypes
@@ -79,18 +88,12 @@ def test_each_form_gives_the_same_values(dtype, sizes):
     random = np.random.default_rng(1)
     module = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
     values = random.standard_normal(module.weight.shape, np.float32)
-    quantizing.store(module, dtype)
-    read = quantizing.readers(module, lambda name: values)
-    weights = {"weight": values, "bias": random.standard_normal(sizes[1], np.float32)}
-    weights |= {name: values() for name, values in read.items()}
-    graph, state = nnx.split(module)
-    call = jax.jit(lambda w, x: nnx.merge(graph, with_parameters(state, w))(x))
-
-    matrix = weights["weight"].astype(np.float64)
-    matrix = matrix if module.in_out else matrix.T
+    bias = random.standard_normal(sizes[1], np.float32)
+    weights, call, matrix = stored(module, dtype, values, bias=bias)
+    matrix, call = matrix if module.in_out else matrix.T, jax.jit(partial(call, "__call__"))
     for rows in (1, REDUCED_ROWS, REDUCED_ROWS + 1):
         x = random.standard_normal((rows, sizes[0]), np.float32)
-        expected = x @ (matrix * weights.get("weight_scale", 1.0)) + weights["bias"]
+        expected = x @ (matrix * weights.get("weight_scale", 1.0)) + bias
         for shaped in (x, x[None], x[:, None]):
             found = call(weights, shaped)
             assert found.dtype == jnp.float32
@@ -101,17 +104,14 @@ def test_each_form_gives_the_same_values(dtype, sizes):
 def test_rows_of_a_table_or_its_logits_lose_their_factor(dtype):
     values = np.random.default_rng(0).standard_normal((11, 6), np.float32)
     values *= np.arange(11, dtype=np.float32)[:, None]  # a row of zeros, and others that differ
-    abstract = nnx.eval_shape(lambda: Embedding(11, 6))
-    quantizing.store(abstract, dtype)
-    reads = quantizing.readers(abstract, lambda name: values)
-    weights = {"weight": values} | {name: read() for name, read in reads.items()}
-    graph, state = nnx.split(abstract)
-    table = nnx.merge(graph, with_parameters(state, jax.tree.map(jnp.asarray, weights)))
-    stored = weights["weight"].astype(np.float64)
-    stored = stored * weights.get("weight_scale", np.ones(11))[:, None]
-    assert np.allclose(table(jnp.array([[0, 10], [99, 3]])), stored[[[0, 10], [10, 3]]], rtol=1e-6)
+    weights, call, matrix = stored(nnx.eval_shape(lambda: Embedding(11, 6)), dtype, values)
+    matrix = matrix * weights.get("weight_scale", np.ones(11))[:, None]
+    weights = jax.tree.map(jnp.asarray, weights)
+    rows = call("__call__", weights, jnp.array([[0, 10], [99, 3]]))
+    assert np.allclose(rows, matrix[[[0, 10], [10, 3]]], rtol=1e-6)
     x = np.random.default_rng(1).standard_normal((3, 6), np.float32)
-    assert np.allclose(table.logits(jnp.asarray(x)), x @ stored.T, rtol=1e-5, atol=1e-5)
+    found = call("logits", weights, jnp.asarray(x))
+    assert np.allclose(found, x @ matrix.T, rtol=1e-5, atol=1e-5)
 
 
 def exact_operands(dtype, rows):
@@ -139,14 +139,10 @@ def test_a_form_beside_a_kernel_does_not_round_x_as_the_kernel_does(dtype, rows)
     for form in set(product.forms) - {KERNEL}:
         for module, name in ((layer, "__call__"), (table, "logits")):
             quantizing.store(module, dtype)
-            call = partial(called, name, *nnx.split(module))
+            call = partial(called, *nnx.split(module), name)
             with using(Forms({product: form})):
                 found = np.asarray(jax.jit(call)({"weight": weight, **scale}, x))
             np.testing.assert_array_equal(found, expected, err_msg=f"{form} {name}")
-
-
-def called(name, graph, state, weights, x):
-    return getattr(nnx.merge(graph, with_parameters(state, weights)), name)(x)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
