@@ -6,6 +6,7 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.recipes import export
 
 from prejit.compiler.compile.worker.disassembly import (
     EVERYWHERE,
@@ -101,7 +102,7 @@ def portable():
     """Not with float16: jaxlib 0.10 to 0.12 cannot link it for a CPU without f16c."""
     import jax
     import jax.numpy as jnp
-    from jax import export, lax
+    from jax import lax
 
     def many(x, k, h, q):
         whole = q.astype(jnp.int32)
@@ -116,8 +117,7 @@ def portable():
 
     dtypes = ("float32", "int32", "bfloat16", "int8")
     arguments = [jax.ShapeDtypeStruct((32, 32), dtype) for dtype in dtypes]
-    exported = export.export(jax.jit(many), platforms=("cpu",))(*arguments)
-    return bytes(exported.mlir_module_serialized)
+    return export(many, *arguments)
 
 
 @pytest.fixture(scope="module", params=["cpu-x86-64-v2", "cpu-x86-64-v3"])
@@ -153,18 +153,20 @@ def test_an_instruction_needs_its_extensions_and_no_more_and_data_none():
         used = used_features(executable(code(instruction + RET)))
         assert set(used) == {"64bit", *extensions}, instruction
     vaddps, vfmadd = bytes.fromhex("c5fc58d1"), bytes.fromhex("c4e27db8d1")
-    serialized = executable(code(RET, vaddps), code(vfmadd), code(RET))
-    assert used_features(serialized) == ("64bit", "avx", "fma")
-    assert used_features(executable(elf([(DATA, AVX512), (EXECUTABLE, RET)]))) == ("64bit",)
-    assert used_features(executable()) == ()
-    # An extension that LLVM was not allowed counts all the same.
-    assert used_features(executable(code(AVX512), declared="+sse2")) == ("avx512f",)
-    contents = code(TZCNT + RET)
-    assert used_features(executable(contents, declared="+64bit,+sse2")) == ("64bit",)
-    assert used_features(executable(contents, declared="+64bit,-bmi,+sse2")) == ("64bit",)
-    assert used_features(executable(contents, declared="+64bit,+bmi")) == ("64bit", "bmi")
-    contents = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
-    assert used_features(executable(contents, symbols=["prefix_kernel", "kernel"])) == ("64bit",)
+    several = [code(RET, vaddps), code(vfmadd), code(RET)]
+    data = elf([(DATA, AVX512), (EXECUTABLE, RET)])
+    named = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
+    for objects, options, used in (
+        (several, {}, ("64bit", "avx", "fma")),
+        ([data], {}, ("64bit",)),
+        ([], {}, ()),
+        ([code(AVX512)], {"declared": "+sse2"}, ("avx512f",)),  # though LLVM was not allowed it
+        ([code(TZCNT + RET)], {"declared": "+64bit,+sse2"}, ("64bit",)),
+        ([code(TZCNT + RET)], {"declared": "+64bit,-bmi,+sse2"}, ("64bit",)),
+        ([code(TZCNT + RET)], {"declared": "+64bit,+bmi"}, ("64bit", "bmi")),
+        ([named], {"symbols": ["prefix_kernel", "kernel"]}, ("64bit",)),
+    ):
+        assert used_features(executable(*objects, **options)) == used, (objects, options)
 
 
 DECLARED = "+64bit,+avx,-avx2,+prefer-no-gather,+sse2,+warp"
@@ -232,17 +234,14 @@ def test_every_extension_of_iced_is_decided_by_a_name_of_machines():
 
 def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same():
     """Or XLA logs errors about extensions that no instruction is of, wherever the bundle loads."""
-    import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax import export
 
     from prejit.runtime.device.device import Device
     from prejit.runtime.device.transfer import to_numpy
 
     x = np.linspace(-1, 1, 96, dtype=np.float32).reshape(8, 12)
-    exported = export.export(jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0)), platforms=["cpu"])(x)
-    serialized = compile_portable(exported.mlir_module_serialized).serialized
+    serialized = compile_portable(export(lambda x: jnp.tanh(x @ x.T).sum(0), x)).serialized
     used = used_features(serialized)
     narrow = narrowed(serialized, used)
     assert declared_features(narrow) == used
