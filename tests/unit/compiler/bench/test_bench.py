@@ -112,9 +112,8 @@ def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle():
         yardstick = row(YARDSTICK, [slowness] * 3, group="machine")
         return report(row("m", [size] * 3, unit="bytes", group="memory"), yardstick)
 
-    assert (
-        beside(used(1.0, 1.0), used(1.3, 2.0)).deltas[0].verdict == "worse"
-    )  # it slows no memory down
+    slowed = beside(used(1.0, 1.0), used(1.3, 2.0))  # it slows no memory down
+    assert slowed.deltas[0].verdict == "worse"
     # A machine that became faster excuses nothing, nor does any where the sides took turns.
     assert beside(measured(1, 2), measured(2, 1)).deltas[0].verdict == "worse"
     turns = {"r": Ratio(2, 2, 1.9, 2.1)}
@@ -123,11 +122,9 @@ def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle():
 
 
 def test_times_of_another_machine_are_shown_and_those_of_another_version_judged():
-    before = report(
-        row("r", [1.0] * 5),
-        row("m", [1.0] * 5, unit="bytes", group="memory"),
-        machine={**MACHINE, "cpu_model": "Y", "cpu_features": ["sse"], "cpu_count": 8},
-    )
+    memory = row("m", [1.0] * 5, unit="bytes", group="memory")
+    machine = {**MACHINE, "cpu_model": "Y", "cpu_features": ["sse"], "cpu_count": 8}
+    before = report(row("r", [1.0] * 5), memory, machine=machine)
     after = report(row("r", [9.0] * 5), row("m", [9.0] * 5, unit="bytes", group="memory"))
     found = beside(before, after)
     assert not found.is_same_machine

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import shutil
-import stat
 from importlib import metadata
 from pathlib import Path
 
@@ -70,17 +69,18 @@ def write_compiler(tmp_path, monkeypatch, makes):
         f'echo "$@" >> {tmp_path}/told\n'
         f'for word; do [ "$last" = -o ] && out=$word; last=$word; done\n{makes}\n'
     )
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(directory))
+    path.chmod(0o755)
     monkeypatch.delenv("CXX", raising=False)
-    without_zig(monkeypatch)
+    without_compilers(monkeypatch, directory)
     return tmp_path / "told"
 
 
-def without_zig(monkeypatch):
+def without_compilers(monkeypatch, path):
+    """There are those on `path` alone, and no zig."""
     find = importlib.util.find_spec
     without = lambda name: None if name == "ziglang" else find(name)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without)
+    monkeypatch.setenv("PATH", str(path))
 
 
 def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(fake_compiler, cache):
@@ -97,16 +97,13 @@ def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(fake_compi
     assert built(cache) == first
     assert cache.read_blob(first.digest) is not None
     # A rebuild takes the compiler of the bundle, where it is, and not the first one of its machine.
-    first, other = Path(os.environ["PATH"]) / "g++", Path(os.environ["PATH"]) / "clang++"
-    other.write_text(first.read_text().replace("g++ (Fake 1-2) 1.2.3", "clang version 19.1.7"))
-    other.chmod(first.stat().st_mode)
-    usual = built(cache)
-    assert usual.compiler == "g++ 1.2.3"
-    glibc = os.confstr("CS_GNU_LIBC_VERSION")
-    wanted = f"clang version 19.1.7; {glibc}"
+    directory = Path(os.environ["PATH"])
+    other = shutil.copy(directory / "g++", directory / "clang++")
+    other.write_text(other.read_text().replace("g++ (Fake 1-2) 1.2.3", "clang version 19.1.7"))
+    wanted = f"clang version 19.1.7; {os.confstr('CS_GNU_LIBC_VERSION')}"
     chosen = built(cache, first=wanted)
     assert chosen.compiler == "clang 19.1.7"
-    assert built(cache, first="g++ 1.2.4") == usual, "it is not here"
+    assert built(cache, first="g++ 1.2.4") == built(cache) == first, "it is not here"
     found = kernel_conditions(chosen, toolchain(), cache, sources=TOY)
     assert found["compiler"] == wanted
     assert found.keys() >= {"flags", "link flags", "FFI headers", "our code", "source toy.cc"}
@@ -134,18 +131,16 @@ def test_what_decides_the_library_is_in_its_key(fake_compiler, cache, tmp_path, 
     headers = tmp_path / "jaxlib" / "include"
     shutil.copytree(ffi_headers(toolchain()) or TOY, headers)
     (headers / "xla/ffi/api/c_api.h").write_text("// of another jaxlib")
-    for name, value in (
-        ("ffi_headers", lambda _: headers),
-        ("_COMPILE_FLAGS", ("-O0",)),
-        ("code_digest", lambda *roots: f"sha256:of mended {roots}"),
+    for place, name, value in (
+        (library, "ffi_headers", lambda _: headers),
+        (library, "_COMPILE_FLAGS", ("-O0",)),
+        (library, "code_digest", lambda *roots: f"sha256:of mended {roots}"),
+        (None, "CPLUS_INCLUDE_PATH", "/x"),
+        (None, "CXX", "g++ -O0 -ffast-math"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(library, name, value)
+            patch.setattr(place, name, value) if place else patch.setenv(name, value)
             assert compiles(), name
-    for name, value in (("CPLUS_INCLUDE_PATH", "/x"), ("CXX", "g++ -O0 -ffast-math")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert compiles()
     compiler = Path(os.environ["PATH"]) / "g++"
     compiler.write_text(compiler.read_text().replace("1.2.3", "1.2.4"))
     assert compiles()
@@ -154,15 +149,14 @@ def test_what_decides_the_library_is_in_its_key(fake_compiler, cache, tmp_path, 
 def without_kernels(cache):
     found = build_kernels(toolchain(), cache, sources=TOY)
     assert isinstance(found, NoKernels)
+    assert found.worth_telling
     return found
 
 
 def test_no_compiler_is_told(cache, monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
-    without_zig(monkeypatch)
+    without_compilers(monkeypatch, "/nonexistent")
     found = without_kernels(cache)
-    assert found.worth_telling
     monkeypatch.setenv("CXX", "g++ -DNAME='a")
     with pytest.raises(UsageError, match=r"CXX: expected a command as a shell .*-DNAME='a"):
         build_kernels(toolchain(), cache, sources=TOY)
@@ -177,14 +171,12 @@ def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
 ):
     told = write_compiler(tmp_path, monkeypatch, "echo 'toy.cc:1: no such level' >&2; exit 1")
     found = without_kernels(cache)
-    assert found.worth_telling
     assert "g++ 1.2.3: toy.cc:1: no such level" in found.reason
     assert told.read_text().count("\n") == 1
     (tmp_path / "made.so").write_bytes(toy_library[1])
-    other = tmp_path / "bin" / "my-c++"
-    other.write_text((tmp_path / "bin" / "g++").read_text().replace("1.2.3", "9.9.9"))
-    other.write_text(other.read_text().replace("exit 1", f"cp {tmp_path}/made.so $out"))
-    other.chmod(0o755)
+    other = shutil.copy(tmp_path / "bin" / "g++", tmp_path / "bin" / "my-c++")
+    text = other.read_text().replace("1.2.3", "9.9.9")
+    other.write_text(text.replace("exit 1", f"cp {tmp_path}/made.so $out"))
     monkeypatch.setenv("CXX", "my-c++ -m64")
     assert built(cache).compiler == "g++ 9.9.9"
     assert told.read_text().splitlines()[-1].startswith("-m64 ")
@@ -234,9 +226,8 @@ def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path):
 def test_a_library_needs_nothing_but_a_glibc_that_jaxlib_lacks(toy_library):
     """Not libstdc++ or libgcc, which a server may lack; and glibc no later than that it was built on."""
     told = read_shared_library(toy_library[1])
-    assert set(told.needed) <= {
-        *("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2")
-    }
+    c_libraries = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}
+    assert set(told.needed) <= {*c_libraries, "ld-linux-x86-64.so.2"}
     assert all(version.startswith("GLIBC_") for version in told.versions)
     glibc = library.glibc_of(told)
     assert glibc == toy_library[0].glibc

@@ -1,10 +1,10 @@
 """The calls that made jax compile, as the hook finds them in the frames of the installed jax."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from tests.processes import ran
 
 from prejit.compiler.recording.jax_cache_packing import RECORDER
 from prejit.runtime.recorded.hook.watch import Orders
@@ -85,13 +85,7 @@ def calls(tmp_path_factory):
     (at / "program.py").write_text(PROGRAM)
     settings = cache_settings(at / "cache", write=True)
     orders = Orders(settings, str(at / "events"), recorder=RECORDER)
-    done = subprocess.run(
-        [sys.executable, str(at / "program.py")],
-        env=environment_for(orders, os.environ),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = ran(sys.executable, at / "program.py", env=environment_for(orders, os.environ))
     assert (done.stdout, done.stderr) == ("done", "")
     [process] = read_events(at / "events")
     assert process.failure is None

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from prejit.compiler.recording.untraced_calls import (
     UNCONFIRMED,
     RecordedCalls,
@@ -29,19 +27,16 @@ def recording(**inputs):
     return RecordedCalls("calls", content)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
+def test_an_input_in_which_two_recordings_differ_is_named():
+    for inputs, said in (
         ({"environment": {"MODE": "max"}}, "the environment variable MODE was another"),
         ({"files": [["/data", 1, [5], "other"]]}, "the file /data was another"),
         ({"files": []}, "the file /data was not read"),
         ({"listings": [*INPUTS["listings"], ["/x", 1, ""]]}, "the directory /x was read, now not"),
         ({"kinds": [["/out", 1, 1]]}, "the path /out was another"),
-    ],
-)
-def test_an_input_in_which_two_recordings_differ_is_named(inputs, said):
-    [reason] = confirmed(recording(**inputs), recording()).reasons()
-    assert reason == f"{UNCONFIRMED}; before, {said}"
+    ):
+        [reason] = confirmed(recording(**inputs), recording()).reasons()
+        assert reason == f"{UNCONFIRMED}; before, {said}"
 
 
 def test_calls_of_a_process_that_could_not_be_watched_are_not_confirmed(tmp_path):

@@ -53,15 +53,15 @@ def test_a_pin_or_an_accelerator_gets_one_of_its_own():
 
 
 def test_all_that_is_installed_decides_the_key(monkeypatch):
-    others = [
-        replace(WANTED, requirements=("jax==0.12.0.1", "jaxlib==0.12.0")),
-        replace(WANTED, constraints=()),
-        replace(WANTED, requirements=WANTED.requirements + WANTED.constraints, constraints=()),
-    ]
-    keys = {WANTED.key, *(other.key for other in others)}
+    others = (
+        {"requirements": ("jax==0.12.0.1", "jaxlib==0.12.0")},
+        {"constraints": ()},
+        {"requirements": WANTED.requirements + WANTED.constraints, "constraints": ()},
+    )
+    keys = {WANTED.key, *(replace(WANTED, **changes).key for changes in others)}
     assert len(keys) == 4
-    assert replace(WANTED, target="another").key == WANTED.key
-    assert replace(WANTED, requirements=WANTED.requirements[::-1]).key == WANTED.key
+    for same in ({"target": "another"}, {"requirements": WANTED.requirements[::-1]}):
+        assert replace(WANTED, **same).key == WANTED.key
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert WANTED.key not in keys
 
@@ -102,9 +102,8 @@ with environments.locked(Path(sys.argv[1])):
     sys.stdin.read()
 """
     with environments.locked(path):
-        command = [sys.executable, "-c", code, str(path)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        waiting = subprocess.Popen(command, **pipes, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        waiting = subprocess.Popen([sys.executable, "-c", code, str(path)], **pipes)
         assert waiting.stdout.readline() == "started\n"
         time.sleep(0.2)
         environments.lock_path(path).unlink()
@@ -122,12 +121,9 @@ def bare(tmp_path_factory):
 
 
 def start_worker(environment):
-    return subprocess.Popen(
-        [*environments.worker_command(environment), "cache", "cpu"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-    )
+    command = [*environments.worker_command(environment), "cache", "cpu"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def test_a_worker_sees_prejit_alone_and_holds_its_environment(bare):

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.recipes import export
 
 from prejit.compiler.compile.worker.lean_executable import lean, with_kept_hlo
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
@@ -64,8 +63,10 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-def compiled(function, *arguments):
-    return compile_portable(export(function, *arguments), CompileFor(device_count=1)).serialized
+def compiled(function, *arguments, **options):
+    exported = jax.export.export(jax.jit(function, keep_unused=True, **options), platforms=["cpu"])
+    portable = exported(*arguments).mlir_module_serialized
+    return compile_portable(portable, CompileFor(device_count=1)).serialized
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -82,8 +83,7 @@ def test_a_lean_executable_gives_the_same_bits(name):
 
 
 def test_donated_arguments_and_the_signature_stay():
-    function = jax.jit(lambda x, y: (x + y, y * 2), donate_argnums=0)
-    serialized = compiled(function, X, X)
+    serialized = compiled(lambda x, y: (x + y, y * 2), X, X, donate_argnums=0)
     both = (serialized, lean(serialized))
     [signature] = {Device().load(each, "file").signature() for each in both}
     assert signature.donated
