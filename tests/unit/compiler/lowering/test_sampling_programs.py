@@ -9,17 +9,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from tests.extent import examples, one_in
 
-from prejit.compiler.lowering.sampling_programs import (
-    TOP_LOGPROBS,
-    Chosen,
-    SamplingInputs,
-    _adjusted,
-    _kept,
-    _threefry,
-    record,
-    sample,
-    sample_each,
-)
+from prejit.compiler.lowering import sampling_programs as programs
+from prejit.compiler.lowering.sampling_programs import TOP_LOGPROBS, record
 from prejit.runtime.generation.options import Sampling
 from prejit.runtime.generation.sampling_arguments import arrays, history_row
 
@@ -27,14 +18,20 @@ V = 40
 PROMPT = [1, 2, 2, 5, 30]
 GENERATED = [5, 7, 7, 7, 31]
 DRAWS = 20_000
-sampled = jax.jit(sample)
-kept = jax.jit(lambda logits, inputs, h: _kept(_adjusted(logits, inputs, lambda: h), inputs))
+sampled = jax.jit(programs.sample)
+
+
+@jax.jit
+def kept(logits, inputs, history):
+    return programs._kept(programs._adjusted(logits, inputs, lambda: history), inputs)
 
 
 def inputs_of(rows, vocab, logprobs=0):
     found = arrays(rows, vocab, [logprobs] * len(rows))
     bias = np.zeros((len(rows), vocab), np.float32)
-    return SamplingInputs(**{"bias": bias} | {k: v for k, v in found.items() if v is not None})
+    return programs.SamplingInputs(
+        **{"bias": bias} | {k: v for k, v in found.items() if v is not None}
+    )
 
 
 def choose(logits, rows, *, prompt=(), generated=(), position=None, logprobs=0):
@@ -44,7 +41,7 @@ def choose(logits, rows, *, prompt=(), generated=(), position=None, logprobs=0):
     at = np.zeros(count) if position is None else np.asarray(position)
     inputs = inputs_of(rows, vocab, logprobs)
     chosen = sampled(jnp.asarray(logits, jnp.float32), inputs, history, at.astype(np.int32))
-    return Chosen(*(np.asarray(value) for value in chosen))
+    return programs.Chosen(*(np.asarray(value) for value in chosen))
 
 
 def reference(logits, sampling, prompt, generated):
@@ -292,7 +289,7 @@ def test_random_bits_are_those_of_threefry(words):
     from jax.extend.random import threefry_2x32
 
     pairs = [jnp.array(words[at : at + 2], jnp.uint32) for at in (0, 2)]
-    assert int(_threefry(*map(tuple, pairs))) == int(threefry_2x32(*pairs)[0])
+    assert int(programs._threefry(*map(tuple, pairs))) == int(threefry_2x32(*pairs)[0])
 
 
 @settings(deadline=None, max_examples=examples(10, 25))
@@ -311,7 +308,7 @@ def test_choosing_after_several_is_after_each(seed, penalised, greedy):
         frequency_penalty=0.7 if penalised else 0.0,
     )
     inputs = inputs_of([wanted, Sampling(temperature=0.5, top_k=5)], V, logprobs=1)
-    together = jax.jit(sample_each)(logits, inputs, tokens, history, start)
+    together = jax.jit(programs.sample_each)(logits, inputs, tokens, history, start)
     for at in range(count):
         history = record(history, tokens[:, at], jnp.ones(rows, jnp.int32))
         alone = sampled(logits[:, at], inputs, history, start + at + 1)

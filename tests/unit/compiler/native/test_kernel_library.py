@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.native import kernel_library as library
-from prejit.compiler.native.kernel_library import (
-    KernelLibrary,
-    NoKernels,
-    build_kernels,
-    ffi_headers,
-    find_kernels,
-    kernel_conditions,
-    level_of,
-    needed_glibc,
-)
+from prejit.compiler.native.kernel_library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
@@ -88,12 +79,12 @@ def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(fake_compi
     compiled = fake_compiler.read_text()
     assert compiled.count("\n") == 2, "one source, one link"
     assert built(cache) == first
-    assert find_kernels(toolchain(), cache, sources=TOY) == first
+    assert library.find_kernels(toolchain(), cache, sources=TOY) == first
     assert fake_compiler.read_text() == compiled
     assert (first.compiler, first.level) == ("g++ 1.2.3", "x86-64-v2")
     assert kernel_target("scale", first.digest) == f"prejit_scale.{first.digest[7:23]}"
     cache.blob_path(first.digest).write_bytes(b"x" * first.size)  # a damaged one is made again
-    assert find_kernels(toolchain(), cache, sources=TOY) is None
+    assert library.find_kernels(toolchain(), cache, sources=TOY) is None
     assert built(cache) == first
     assert cache.read_blob(first.digest) is not None
     # A rebuild takes the compiler of the bundle, where it is, and not the first one of its machine.
@@ -104,11 +95,11 @@ def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(fake_compi
     chosen = built(cache, first=wanted)
     assert chosen.compiler == "clang 19.1.7"
     assert built(cache, first="g++ 1.2.4") == built(cache) == first, "it is not here"
-    found = kernel_conditions(chosen, toolchain(), cache, sources=TOY)
+    found = library.kernel_conditions(chosen, toolchain(), cache, sources=TOY)
     assert found["compiler"] == wanted
     assert found.keys() >= {"flags", "link flags", "FFI headers", "our code", "source toy.cc"}
     other.unlink()
-    assert kernel_conditions(chosen, toolchain(), cache, sources=TOY) == {}
+    assert library.kernel_conditions(chosen, toolchain(), cache, sources=TOY) == {}
 
 
 def test_what_decides_the_library_is_in_its_key(fake_compiler, cache, tmp_path, monkeypatch):
@@ -129,7 +120,7 @@ def test_what_decides_the_library_is_in_its_key(fake_compiler, cache, tmp_path, 
         (sources / name).write_text("// changed")
         assert compiles()
     headers = tmp_path / "jaxlib" / "include"
-    shutil.copytree(ffi_headers(toolchain()) or TOY, headers)
+    shutil.copytree(library.ffi_headers(toolchain()) or TOY, headers)
     (headers / "xla/ffi/api/c_api.h").write_text("// of another jaxlib")
     for place, name, value in (
         (library, "ffi_headers", lambda _: headers),
@@ -163,7 +154,7 @@ def test_no_compiler_is_told(cache, monkeypatch):
     monkeypatch.delenv("CXX")
     assert found.reason.startswith("no C++ compiler: kernels are left out, int8 and bfloat16 will")
     assert "pip install 'prejit[kernels]'" in found.reason
-    assert find_kernels(toolchain(), cache, sources=TOY) == found
+    assert library.find_kernels(toolchain(), cache, sources=TOY) == found
 
 
 def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
@@ -194,33 +185,33 @@ def test_what_is_no_library_of_kernels_is_an_error(cache, tmp_path, monkeypatch,
 
 def test_a_target_gets_its_level(monkeypatch):
     for level in ("x86-64-v2", "x86-64-v3", "x86-64-v4"):
-        assert level_of(toolchain(f"cpu-{level}").target) == level
+        assert library.level_of(toolchain(f"cpu-{level}").target) == level
     gpu, v2 = "cuda-l4", "cpu-x86-64-v2"
     for name, changes, expected in (
         (v2, {"cpu_features": ("sse2",)}, "kernels need x86-64-v2, which"),
         (v2, {"architecture": "aarch64"}, "for CPUs of x86-64, and .* is aarch64"),
         (gpu, {}, f"for CPUs of x86-64, and {gpu} is cuda"),
     ):
-        found = level_of(toolchain(name, **changes).target)
+        found = library.level_of(toolchain(name, **changes).target)
         assert isinstance(found, NoKernels)
         assert re.search(expected, found.reason)
         assert not found.worth_telling
     features = library.level_features("x86-64-v3")
     here = dataclasses.replace(Fingerprint.current(), cpu_features=features)
     monkeypatch.setattr(Fingerprint, "current", classmethod(lambda cls: here))
-    assert level_of(target("cpu-host")) == "x86-64-v3", "the level of its own features"
+    assert library.level_of(target("cpu-host")) == "x86-64-v3", "the level of its own features"
 
 
 def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path):
-    own = ffi_headers(toolchain())
+    own = library.ffi_headers(toolchain())
     assert (own / "xla/ffi/api/ffi.h").is_file()
     elsewhere = tmp_path / "lib/python3.12/site-packages/jaxlib/include/xla/ffi/api"
     elsewhere.mkdir(parents=True)
     command = (str(tmp_path / "bin" / "python"), "-c", "")
     pinned = dataclasses.replace(toolchain(), command=command, isolated=True)
-    assert ffi_headers(pinned) == elsewhere.parents[2]
+    assert library.ffi_headers(pinned) == elsewhere.parents[2]
     shutil.rmtree(tmp_path / "lib")
-    assert ffi_headers(pinned) is None
+    assert library.ffi_headers(pinned) is None
 
 
 def test_a_library_needs_nothing_but_a_glibc_that_jaxlib_lacks(toy_library):
@@ -234,7 +225,7 @@ def test_a_library_needs_nothing_but_a_glibc_that_jaxlib_lacks(toy_library):
     here = Fingerprint.current().glibc or "0"
     assert library._numbers(glibc or "0") <= library._numbers(here)
     for glibc, needed in (("2.35", "2.35"), ("2.28", "2.28"), ("2.27", None), ("2.9", None)):
-        assert needed_glibc(glibc) == needed
+        assert library.needed_glibc(glibc) == needed
     whole = toy_library[1]
     for start, wrong in (
         (4, b"\1"),  # of 32 bits

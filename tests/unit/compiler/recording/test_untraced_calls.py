@@ -2,12 +2,8 @@
 
 import json
 
-from prejit.compiler.recording.untraced_calls import (
-    UNCONFIRMED,
-    RecordedCalls,
-    confirmed,
-    read_calls,
-)
+from prejit.compiler.recording import untraced_calls as untraced
+from prejit.compiler.recording.untraced_calls import UNCONFIRMED, confirmed
 
 CALL = {"name": "jit_f", "reason": None, "program": "p", "indices": [1]}
 INPUTS = {
@@ -24,7 +20,7 @@ INPUTS = {
 
 def recording(**inputs):
     content = {"inputs": INPUTS | inputs, "calls": {"s": dict(CALL)}, "recordings": 1}
-    return RecordedCalls("calls", content)
+    return untraced.RecordedCalls("calls", content)
 
 
 def test_an_input_in_which_two_recordings_differ_is_named():
@@ -47,7 +43,7 @@ def test_calls_of_a_process_that_could_not_be_watched_are_not_confirmed(tmp_path
     ]
     for count, confirmed_calls in ((2, 1), (3, 0)):
         (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, lines[:count])))
-        [calls] = read_calls(tmp_path)
+        [calls] = untraced.read_calls(tmp_path)
         assert confirmed(calls, calls).count(confirmed=True) == confirmed_calls
 
 
