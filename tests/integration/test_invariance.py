@@ -7,7 +7,6 @@ the largest context, its prompt fed token by token through decode, one step a ca
 import itertools
 import json
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -200,22 +199,6 @@ def with_texts(bundle):
     return subject
 
 
-@contextmanager
-def engine_with(steps, lasting):
-    """Calls take so many steps, in turn, where there is room, which else depends on measured times.
-
-    Args:
-        steps: of the calls.
-        lasting: so many tokens a cache has room for at first; then it grows.
-    """
-    given = itertools.cycle(steps)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "CALL_SECONDS", 1e9)
-        patch.setattr(DecoderPrograms, "max_steps", lambda *_: next(given))
-        patch.setattr(engine, "_LASTING_TOKENS", lasting)
-        yield
-
-
 specs = st.builds(  # texts that go on where another ended must meet often
     Spec,
     text=st.sampled_from([0, 0, 0, 1, 2]),
@@ -356,8 +339,14 @@ SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 @settings(max_examples=150 if HOSTILE else 15, derandomize=not HOSTILE, suppress_health_check=SLOW)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_depend_on_nothing_but_the_request(subject, script, calls, lasting):
-    run = Script(subject)
-    with engine_with(calls, lasting):
+    run, given = Script(subject), itertools.cycle(calls)
+    with pytest.MonkeyPatch.context() as patch:
+        # Calls take so many steps where there is room; else that depends on measured times.
+        patch.setattr(decode, "CALL_SECONDS", 1e9)
+        patch.setattr(DecoderPrograms, "max_steps", lambda *_: next(given))
+        patch.setattr(
+            engine, "_LASTING_TOKENS", lasting
+        )  # a cache has room for them, then it grows
         for name, value in script:
             getattr(run, name)(value)
         while run.live:

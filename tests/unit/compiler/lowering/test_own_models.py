@@ -90,17 +90,17 @@ def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind):
     assert set(out_in.orders.values()) == {(1, 0)}
     for name in out_in.orders:
         np.testing.assert_array_equal(out_in.values[name](), given.values[name]().T)
-    forms = Forms()
+    forms, weights = Forms(), read_all(out_in.values)
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def call(start, length):
+        model = out_in.model.bind({name: jnp.asarray(value) for name, value in weights.items()})
+        return model(start[:, None], start, length, model.make_cache(1, 8, "float32"))
+
     with using(forms):  # what a CPU with kernels computes, by its shapes
-        jax.eval_shape(lambda: bound_logits(out_in))
+        jax.eval_shape(call, one, one)
     assert {product.default_form for product in forms.met} == {KERNEL}
     np.testing.assert_allclose(logits(out_in, TOKENS), logits(given, TOKENS), atol=2e-5)
-
-
-def bound_logits(stored):
-    model = stored.model.bind({k: jnp.asarray(v) for k, v in read_all(stored.values).items()})
-    one = jnp.ones(1, jnp.int32)
-    return model(one[:, None], one * 0, one, model.make_cache(1, 8, "float32"))
 
 
 def size(stored):

@@ -113,26 +113,19 @@ with environments.locked(Path(sys.argv[1])):
             pass
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    path = tmp_path_factory.mktemp("environments") / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
-    return Environment(path, path / "bin" / "python", {})
-
-
-def start_worker(environment):
-    command = [*environments.worker_command(environment), "cache", "cpu"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-
-
-def test_a_worker_sees_prejit_alone_and_holds_its_environment(bare):
+def test_a_worker_sees_prejit_alone_and_holds_its_environment(tmp_path):
     """It finds its own code, and stops at the first package that is missing."""
-    with environments.locked(bare.path), start_worker(bare) as worker:
+    path = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
+    bare = Environment(path, path / "bin" / "python", {})
+    command = [*environments.worker_command(bare), "cache", "cpu"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = {"stderr": subprocess.PIPE, "text": True, "env": env}
+    with environments.locked(path), subprocess.Popen(command, **options) as worker:
         with pytest.raises(subprocess.TimeoutExpired):
             worker.wait(timeout=0.5)
         worker.kill()
-    _, errors = (worker := start_worker(bare)).communicate()
-    assert worker.returncode == 1
-    assert "compile/worker/__main__.py" in errors
-    assert "ModuleNotFoundError: No module named 'zstandard'" in errors
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 1
+    assert "compile/worker/__main__.py" in done.stderr
+    assert "ModuleNotFoundError: No module named 'zstandard'" in done.stderr
