@@ -6,17 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.compile.schedule import (
-    MAX_NODE_LOSSES,
-    MAX_WORKER_LOSSES,
-    STRAGGLER_SECONDS,
-    Cancel,
-    GiveUp,
-    Loss,
-    Need,
-    Schedule,
-    Start,
-)
+from prejit.compiler.compile import schedule as schedules
+from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 
 
 def starts(decisions):
@@ -57,7 +48,10 @@ def test_jobs_start_in_the_order_that_fills_the_cores():
 
 def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own():
     why = "2 attempts ended without an answer: the worker died on a, the worker died on a"
-    for loss, most in ((Loss.WORKER, MAX_WORKER_LOSSES), (Loss.NODE, MAX_NODE_LOSSES)):
+    for loss, most in (
+        (Loss.WORKER, schedules.MAX_WORKER_LOSSES),
+        (Loss.NODE, schedules.MAX_NODE_LOSSES),
+    ):
         schedule, attempts = a_schedule(job=1), set()
         for _ in range(most):
             attempts.add(running(schedule).attempt)
@@ -79,7 +73,7 @@ def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own():
 def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again():
     schedule = a_schedule(slots=2, slow=2)
     first = running(schedule)
-    assert schedule.decide(STRAGGLER_SECONDS) == [], "three times 2 s are not over"
+    assert schedule.decide(schedules.STRAGGLER_SECONDS) == [], "three times 2 s are not over"
     [second] = starts(schedule.decide(6.1))
     assert (second.job, second.second) == ("slow", True)
     assert schedule.decide(100) == [], "no third one"

@@ -32,24 +32,21 @@ class Later(datetime.datetime):
     pass
 
 
-DRAWS = [
-    (lambda: time.time(), "time.time"),
-    (lambda: NOW(), "datetime.now"),
-    (lambda: random.random(), "random.random"),
-    (lambda: drawn(), "random.random"),
-    (lambda: random.Random(), "random.Random"),
-    (lambda: random.SystemRandom().random(), "random.SystemRandom.random"),
-    (lambda: uuid.uuid4(), "uuid.uuid4"),
-    (lambda: np.random.default_rng().normal(), "random.SystemRandom.getrandbits"),
-    (lambda: time.strftime("%s"), "time.strftime"),
-    (lambda: Later.now(), "datetime.now"),
-    (lambda: functools.partial(time.time)(), "time.time"),
-    (lambda: np.datetime64("now"), "np.datetime64[now]"),
-]
-
-
 def test_each_is_refused_by_name_and_line():
-    for call, name in DRAWS:
+    for call, name in (
+        (lambda: time.time(), "time.time"),
+        (lambda: NOW(), "datetime.now"),
+        (lambda: random.random(), "random.random"),
+        (lambda: drawn(), "random.random"),
+        (lambda: random.Random(), "random.Random"),
+        (lambda: random.SystemRandom().random(), "random.SystemRandom.random"),
+        (lambda: uuid.uuid4(), "uuid.uuid4"),
+        (lambda: np.random.default_rng().normal(), "random.SystemRandom.getrandbits"),
+        (lambda: time.strftime("%s"), "time.strftime"),
+        (lambda: Later.now(), "datetime.now"),
+        (lambda: functools.partial(time.time)(), "time.time"),
+        (lambda: np.datetime64("now"), "np.datetime64[now]"),
+    ):
         with pytest.raises(BuildError) as caught, refusing_nondeterminism("here"):
             call()
         line = call.__code__.co_firstlineno
@@ -157,9 +154,11 @@ def test_a_module_that_draws_is_refused(tmp_path, monkeypatch):
         with pytest.raises(BuildError, match=rf"here: cannot import 'drawn': .*{name}"):
             UserModules(tmp_path).find("drawn:f", "here")
         assert callable(UserModules(tmp_path).find("drawn:f", "here", impure=True))
+    drawing.unlink()
     packages = tmp_path / "site-packages"
     packages.mkdir()
-    drawing.rename(packages / "drawing.py")
+    library = "import random, time, uuid\nS = time.time(), random.random(), uuid.uuid4()\n"
+    (packages / "drawing.py").write_text(library)
     monkeypatch.syspath_prepend(str(packages))
     try:
         assert callable(UserModules(tmp_path).find("drawn:f", "here"))

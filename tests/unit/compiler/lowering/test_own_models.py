@@ -202,19 +202,24 @@ class Wrong:
         return ()
 
 
-MISTAKES = [
-    (own_decoders.NnxDecoder, None, "expected a class that takes no"),
-    (breaks, None, "cannot make the model of breaks: ValueError: no"),
-    (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
-    (Wrong(None), None, "vocab_size: expected an integer of 1 or more, found"),
-    (own_decoders.linen_decoder, None, "expected model.params beside"),
-    (EQUINOX, {"tail": np.ones(3, np.float32)}, "params: expected the names of the parameters of"),
-    (lambda: equinox.filter_eval_shape(EQUINOX), None, "embed.weight: expected a value, found the"),
-]
-
-
 def test_a_mistake_is_explained():
-    for module, params, expected in MISTAKES:
+    for module, params, expected in (
+        (own_decoders.NnxDecoder, None, "expected a class that takes no"),
+        (breaks, None, "cannot make the model of breaks: ValueError: no"),
+        (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
+        (Wrong(None), None, "vocab_size: expected an integer of 1 or more, found"),
+        (own_decoders.linen_decoder, None, "expected model.params beside"),
+        (
+            EQUINOX,
+            {"tail": np.ones(3, np.float32)},
+            "params: expected the names of the parameters of",
+        ),
+        (
+            lambda: equinox.filter_eval_shape(EQUINOX),
+            None,
+            "embed.weight: expected a value, found the",
+        ),
+    ):
         with pytest.raises((ManifestError, BuildError)) as caught:
             find(module, params=params)
         assert expected in str(caught.value)

@@ -68,9 +68,8 @@ class PanicException(BaseException):  # as pyo3's
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_module_or_a_trace_that_fails_has_its_line(tmp_path):
+    for line, message in (
         ("import sys; sys.exit(0)", "SystemExit: 0"),
         ("raise PanicException('a panic')", "PanicException: a panic"),
         ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
@@ -80,17 +79,15 @@ class PanicException(BaseException):  # as pyo3's
         ("def f(x): return f(x)", "RecursionError: "),
         ("def f(x): return x + jax.numpy.ones(4)", "TypeError: "),
         ("def f(x): raise KeyboardInterrupt", ""),
-    ],
-)
-def test_a_module_or_a_trace_that_fails_has_its_line(tmp_path, line, message):
-    kind, said = ManifestError, "program 'p': function: cannot import 'mymodel': "
-    if "def f" in line:
-        kind, said = BuildError, "program p: cannot lower mymodel:f: "
-    with pytest.raises(kind if message else KeyboardInterrupt) as caught:
-        lower(project(tmp_path, f"import jax, sys{PANIC}\n{line}\n"))
-    if message:
-        assert f"m.toml: {said}{message}" in str(caught.value)
-        assert f"({tmp_path / 'mymodel.py'}, line 5)" in str(caught.value)
+    ):
+        kind, said = ManifestError, "program 'p': function: cannot import 'mymodel': "
+        if "def f" in line:
+            kind, said = BuildError, "program p: cannot lower mymodel:f: "
+        with pytest.raises(kind if message else KeyboardInterrupt) as caught:
+            lower(project(tmp_path, f"import jax, sys{PANIC}\n{line}\n"))
+        if message:
+            assert f"m.toml: {said}{message}" in str(caught.value)
+            assert f"({tmp_path / 'mymodel.py'}, line 5)" in str(caught.value)
 
 
 def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path):

@@ -10,18 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.threads import in_threads
 
+from prejit.compiler.native import form_table as tables
 from prejit.compiler.native.form_table import (
-    LEAST_BYTES,
-    MARGIN,
     Conditions,
     FormTable,
     KnownForms,
     Measured,
-    fastest_form,
-    merge_into,
-    read_own,
     read_table,
-    to_text,
 )
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime.errors import RejectError, StoreError
@@ -58,10 +53,10 @@ def any_measured(draw):
 def test_a_written_table_is_read_as_it_was(entries):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "forms.json")
-        path.write_text(to_text(table(*entries)), encoding="ascii")
+        path.write_text(tables.to_text(table(*entries)), encoding="ascii")
         found = read_table(path)
     assert found.by_conditions == table(*entries).by_conditions
-    assert to_text(found.merged(FormTable())) == to_text(FormTable().merged(found))
+    assert tables.to_text(found.merged(FormTable())) == tables.to_text(FormTable().merged(found))
 
 
 def test_the_fastest_form_counts_in_the_order_of_who_says_it():
@@ -70,12 +65,12 @@ def test_the_fastest_form_counts_in_the_order_of_who_says_it():
     for times, product, form in (
         ({"kernel": 1000, "loop": 1001}, LARGE, KERNEL),
         ({"kernel": 1000, "loop": 999}, LARGE, KERNEL),
-        ({"kernel": 1000, "loop": round(1000 / MARGIN) - 1}, LARGE, LOOP),
+        ({"kernel": 1000, "loop": round(1000 / tables.MARGIN) - 1}, LARGE, LOOP),
         ({"widened_dot": 5, "loop": 9}, LARGE, WIDENED),
         ({"kernel": 10, "loop": 1}, many, KERNEL),
         ({"loop": 1}, many, None),
     ):
-        assert fastest_form(measured(**times), product) == form, times
+        assert tables.fastest_form(measured(**times), product) == form, times
     choice = KnownForms(own=table(measured(loop=1))).choice(many, HERE)
     assert (choice.form, choice.measured) == (KERNEL, None)
     given = table(measured(loop=1, kernel=9))
@@ -100,8 +95,8 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     recorded = KnownForms(recorded=table(measured(conditions=replace(HERE, cpu="Intel Xeon"))))
     assert recorded.missing([LARGE], HERE) == ()
     assert recorded.missing([LARGE], HERE, fresh=True) == (LARGE,)
-    edge = Product("int8", 1, LEAST_BYTES // 64, 64, False)
-    smaller = Product("int8", 1, LEAST_BYTES // 64 - 1, 64, False)
+    edge = Product("int8", 1, tables.LEAST_BYTES // 64, 64, False)
+    smaller = Product("int8", 1, tables.LEAST_BYTES // 64 - 1, 64, False)
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)
     only_dot = Product("float32", 1, 4096, 4096, True)
     assert KnownForms().missing([SMALL, only_dot], HERE, fresh=True) == (SMALL,)
@@ -136,7 +131,7 @@ def test_builds_that_measure_at_once_lose_nothing(tmp_path):
     path = tmp_path / "forms.json"
 
     def add(number):
-        merge_into(path, table(measured(replace(LARGE, rows=number + 1), kernel=5)))
+        tables.merge_into(path, table(measured(replace(LARGE, rows=number + 1), kernel=5)))
 
     in_threads(24, add)
     assert sorted(m.product.rows for m in read_table(path).entries) == [*range(1, 25)]
@@ -145,14 +140,14 @@ def test_builds_that_measure_at_once_lose_nothing(tmp_path):
 
 def test_a_damaged_own_table_is_begun_anew_and_a_named_one_must_be_there(tmp_path):
     path = tmp_path / "forms.json"
-    path.write_text(to_text(table(measured()))[:-9])
-    assert read_own(path) == FormTable()
-    merge_into(path, table(measured(SMALL)))
+    path.write_text(tables.to_text(table(measured()))[:-9])
+    assert tables.read_own(path) == FormTable()
+    tables.merge_into(path, table(measured(SMALL)))
     assert read_table(path) == table(measured(SMALL))
     path = tmp_path / "none.json"
     with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
         read_table(path)
-    assert read_own(path) == FormTable()
+    assert tables.read_own(path) == FormTable()
     for content in (b"", b"\xff", b"[" * 100_000, b'{"version": 1,}'):
         path.write_bytes(content)
         with pytest.raises(RejectError, match="expected a table of forms"):
@@ -160,7 +155,7 @@ def test_a_damaged_own_table_is_begun_anew_and_a_named_one_must_be_there(tmp_pat
 
 
 def test_an_error_names_the_file_and_the_key(tmp_path):
-    path, data = tmp_path / "given.json", json.loads(to_text(table(measured())))
+    path, data = tmp_path / "given.json", json.loads(tables.to_text(table(measured())))
 
     def section(**changed):
         return {**data, "measured": [{**data["measured"][0], **changed}]}

@@ -6,18 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from prejit.compiler.targets import build_host
+from prejit.compiler.targets import build_host, target_table
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.target_classes import capabilities, catalogue, chips
-from prejit.compiler.targets.target_table import (
-    GpuTable,
-    TableError,
-    TargetTable,
-    chosen,
-    names,
-    resolve,
-    target,
-)
+from prejit.compiler.targets.target_table import chosen, names, resolve, target
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Mesh
@@ -33,11 +25,11 @@ L4 = Fingerprint(
 
 
 def table(**given):
-    return TargetTable(**{"name": "mine", **given})
+    return target_table.TargetTable(**{"name": "mine", **given})
 
 
 def wrong(given, at):
-    with pytest.raises(TableError) as caught:
+    with pytest.raises(target_table.TableError) as caught:
         resolve(given, at, None)
     return caught.value.key, str(caught.value)
 
@@ -129,7 +121,7 @@ def test_a_fingerprint_is_a_target_and_an_unknown_gpu_is_described(tmp_path):
     given = {
         **{"platform": "cuda", "device_kind": "NVIDIA GeForce RTX 4090"},
         **{"compute_capability": "8.9", "memory_bytes": 25_000_000_000},
-        "gpu": GpuTable(128, 1_008_000_000_000, 75_497_472, 2520),
+        "gpu": target_table.GpuTable(128, 1_008_000_000_000, 75_497_472, 2520),
     }
     assert resolve(table(**given), tmp_path, None).gpu.core_count == 128
     for missing in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
@@ -138,25 +130,22 @@ def test_a_fingerprint_is_a_target_and_an_unknown_gpu_is_described(tmp_path):
         assert problem.startswith("missing; ")
 
 
-WRONG = [  # a table, a key and what the error says of it
-    ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
-    ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
-    ({"platform": "gpu"}, "platform", "expected one of cpu, cuda, tpu"),
-    ({"name": "cuda-l4", "platform": "cpu"}, "platform", 'expected "cuda", the platform of'),
-    ({"name": "cpu-host", "jax": "latest"}, "jax", "expected a version"),
-    ({"name": "cpu-host", "constraints": ("x @ https://h",)}, "constraints", "without a URL"),
-    ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'expected a file at "none.json"'),
-    ({"fingerprint": "none.json"}, "fingerprint", 'expected a file at "none.json"'),
-    ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
-    ({"name": "cpu-host", "cpus": 0}, "cpus", "expected 1 to 1024 CPUs, found 0"),
-    ({"name": "cuda-l4", "cpus": 4}, "cpus", "expected no cpus, because the loops of cuda-l4"),
-    ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected a topology such as "2x2"'),
-    ({"name": "tpu-v5e-2x2"}, "name", "tpu-v5e-2x2 has 4 chips, and [mesh] needs 1"),
-]
-
-
 def test_a_table_that_is_no_target_is_refused(tmp_path):
-    for given, key, problem in WRONG:
+    for given, key, problem in (
+        ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
+        ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
+        ({"platform": "gpu"}, "platform", "expected one of cpu, cuda, tpu"),
+        ({"name": "cuda-l4", "platform": "cpu"}, "platform", 'expected "cuda", the platform of'),
+        ({"name": "cpu-host", "jax": "latest"}, "jax", "expected a version"),
+        ({"name": "cpu-host", "constraints": ("x @ https://h",)}, "constraints", "without a URL"),
+        ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'expected a file at "none.json"'),
+        ({"fingerprint": "none.json"}, "fingerprint", 'expected a file at "none.json"'),
+        ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
+        ({"name": "cpu-host", "cpus": 0}, "cpus", "expected 1 to 1024 CPUs, found 0"),
+        ({"name": "cuda-l4", "cpus": 4}, "cpus", "expected no cpus, because the loops of cuda-l4"),
+        ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected a topology such as "2x2"'),
+        ({"name": "tpu-v5e-2x2"}, "name", "tpu-v5e-2x2 has 4 chips, and [mesh] needs 1"),
+    ):
         found_key, found = wrong(table(**given), tmp_path)
         assert found_key == key
         assert problem in found

@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.recipes import export
 
-from prejit.compiler.compile.worker.disassembly import (
-    EVERYWHERE,
-    LLVM_NAMES,
-    declared_features,
-    narrowed,
-    used_features,
-)
+from prejit.compiler.compile.worker import disassembly
+from prejit.compiler.compile.worker.disassembly import declared_features, narrowed, used_features
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.compile.worker.xla_messages import read_executable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
@@ -164,8 +159,9 @@ def test_an_instruction_needs_its_extensions_and_no_more_and_data_none():
 
 DECLARED = "+64bit,+avx,-avx2,+prefer-no-gather,+sse2,+warp"
 HEADER = struct.pack("<QQ", 64, 1)  # of a section: where it starts, its size
-UNREADABLE = {
-    name: executable(*objects, declared=DECLARED, **more)
+
+
+def test_code_that_cannot_be_read_needs_all_that_llvm_was_allowed():
     for name, objects, more in (
         ("no instruction", [code(b"\x06")], {}),
         ("APX", [code(bytes.fromhex("d5194889c8c3"))], {}),  # mov %r17,%r16
@@ -181,12 +177,8 @@ UNREADABLE = {
         ("object elsewhere", [code(RET)], {"extra": field(4, code(AVX512))}),
         ("all objects elsewhere", [], {"extra": field(4, code(AVX512))}),
         ("object without contents", [code(RET)], {"extra": field(8, b"")}),
-    )
-}
-
-
-def test_code_that_cannot_be_read_needs_all_that_llvm_was_allowed():
-    for name, unreadable in UNREADABLE.items():
+    ):
+        unreadable = executable(*objects, declared=DECLARED, **more)
         found = used_features(unreadable)
         assert found == declared_features(unreadable) == ("64bit", "avx", "sse2"), name
     # But not what Linux hides on some CPUs where LLVM finds it: the build host would not match.
@@ -216,13 +208,14 @@ def test_every_extension_of_iced_is_decided_by_a_name_of_machines():
     """A new iced that knows of new ones ends here, and not in a bundle."""
     import iced_x86
 
+    names = disassembly.LLVM_NAMES
     known = {name for name in vars(iced_x86.CpuidFeature) if name.isupper()}
-    decided = [LLVM_NAMES.keys(), EVERYWHERE, NEVER_COMPILED]
+    decided = [names.keys(), disassembly.EVERYWHERE, NEVER_COMPILED]
     assert known == set().union(*decided)
     assert len(known) == sum(map(len, decided))
     # `crc32` is sse4.2 in a fingerprint; `sahf` is recognized by its instructions.
-    assert {*LLVM_NAMES.values(), "crc32", "sahf"} == set(CPU_FEATURES)
-    assert len(set(LLVM_NAMES.values())) == len(LLVM_NAMES)
+    assert {*names.values(), "crc32", "sahf"} == set(CPU_FEATURES)
+    assert len(set(names.values())) == len(names)
 
 
 def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same():
