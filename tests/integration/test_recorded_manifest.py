@@ -232,26 +232,21 @@ CONFIG = {"scale": 1.0}
 SIGN = 1.0
 jnp.ones(3).sum()  # jax compiles at the import, too
 
-
 @jax.jit
 def by_global(x):
     return x * SIGN
-
 
 @jax.jit
 def by_entry(x):
     return x * CONFIG["scale"]
 
-
 @jax.jit
 def by_variable(x):
     return x * float(os.environ.get("FACTOR", "1"))
 
-
 @jax.jit
 def unchanged(x):
     return x * 3
-
 
 if __name__ == "__main__":
     unchanged(jnp.ones(3))
@@ -278,9 +273,8 @@ def record(run, directory, script):
     """Record a script; return its manifest and what was said."""
     path, manifest = directory / "changed.py", directory / "changed.toml"
     path.write_text(script)
-    bundle = directory / "artifacts" / "changed"
-    done = run("record", "-o", bundle, "--manifest", manifest, "--", sys.executable, path)
-    return manifest, done.stderr
+    words = ("--manifest", manifest, "--", sys.executable, path)
+    return manifest, run("record", "-o", directory / "artifacts" / "changed", *words).stderr
 
 
 def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path):
@@ -291,7 +285,7 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path
         "unchanged": {"x": "float32[{batch}]"},
         "by_global": {"x": "float32[3]"},  # the call after SIGN changed is none of it
     }
-    why = "at changed.py:36: imported anew, it compiles to another"
+    why = "at changed.py:31: imported anew, it compiles to another"
     for name in ("by_global", "by_entry", "by_variable"):
         assert f"left out jit_{name} {why}" in said
 
