@@ -20,16 +20,11 @@ from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation import decode
+from prejit.runtime.generation import sampling_arguments as arguments
 from prejit.runtime.generation import slots as engine
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import SAMPLING_OPTIONS, Request
-from prejit.runtime.generation.sampling_arguments import (
-    Logprob,
-    bias_row,
-    history_row,
-    place_sampling,
-)
 from prejit.runtime.generation.shared_prefix import Prefix
 
 from .test_state_space import state_space_bundle
@@ -75,7 +70,7 @@ class Subject:
 
     bundle: Bundle
     texts: list[list[int]]
-    known: dict[tuple[int, int, int, bool], tuple[list[int], list[Logprob]]] = field(
+    known: dict[tuple[int, int, int, bool], tuple[list[int], list[arguments.Logprob]]] = field(
         default_factory=dict
     )
     prefixes: dict[tuple[int, int], Prefix] = field(default_factory=dict)
@@ -108,13 +103,13 @@ class Subject:
         for place in range(min(len(prompt) + NEW_TOKENS - 1, context)):
             generated = text[len(prompt) :]
             bias = np.zeros((batch, vocab), np.float32)
-            bias[0] = bias_row(sampling, vocab)
+            bias[0] = arguments.bias_row(sampling, vocab)
             if masked and (allowed := mask(generated, vocab)) is not None:
                 bias[0, ~allowed] = -np.inf
             history = np.zeros((batch, vocab), np.int32)
-            history[0] = history_row(prompt, generated, vocab)
+            history[0] = arguments.history_row(prompt, generated, vocab)
             history[0, text[place]] -= 2  # which decode adds
-            inputs = place_sampling(
+            inputs = arguments.place_sampling(
                 decoder, [sampling, *[Sampling()] * (batch - 1)], [1, *[0] * (batch - 1)], bias
             )
             inputs |= {"token": row(text[place]), "position": row(place), "live": row(1)}
@@ -125,7 +120,7 @@ class Subject:
                 text.append(token)
                 names = ("top_tokens", "top_logprobs", "logprobs")
                 *top, logprob = (to_numpy(results[name])[0, 0].tolist() for name in names)
-                logprobs.append(Logprob(token, logprob, tuple(zip(*top, strict=True))))
+                logprobs.append(arguments.Logprob(token, logprob, tuple(zip(*top, strict=True))))
         return text[len(prompt) :], logprobs
 
     def request(self, spec):

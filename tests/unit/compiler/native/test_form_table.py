@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from tests.threads import in_threads
 
 from prejit.compiler.native import form_table as tables
-from prejit.compiler.native.form_table import (
-    Conditions,
-    FormTable,
-    KnownForms,
-    Measured,
-    read_table,
-)
+from prejit.compiler.native.form_table import Conditions, FormTable, KnownForms, Measured
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime.errors import RejectError, StoreError
 
@@ -54,7 +48,7 @@ def test_a_written_table_is_read_as_it_was(entries):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "forms.json")
         path.write_text(tables.to_text(table(*entries)), encoding="ascii")
-        found = read_table(path)
+        found = tables.read_table(path)
     assert found.by_conditions == table(*entries).by_conditions
     assert tables.to_text(found.merged(FormTable())) == tables.to_text(FormTable().merged(found))
 
@@ -134,7 +128,7 @@ def test_builds_that_measure_at_once_lose_nothing(tmp_path):
         tables.merge_into(path, table(measured(replace(LARGE, rows=number + 1), kernel=5)))
 
     in_threads(24, add)
-    assert sorted(m.product.rows for m in read_table(path).entries) == [*range(1, 25)]
+    assert sorted(m.product.rows for m in tables.read_table(path).entries) == [*range(1, 25)]
     assert {file.name for file in tmp_path.iterdir()} == {path.name, f".{path.name}.lock"}
 
 
@@ -143,15 +137,15 @@ def test_a_damaged_own_table_is_begun_anew_and_a_named_one_must_be_there(tmp_pat
     path.write_text(tables.to_text(table(measured()))[:-9])
     assert tables.read_own(path) == FormTable()
     tables.merge_into(path, table(measured(SMALL)))
-    assert read_table(path) == table(measured(SMALL))
+    assert tables.read_table(path) == table(measured(SMALL))
     path = tmp_path / "none.json"
     with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
-        read_table(path)
+        tables.read_table(path)
     assert tables.read_own(path) == FormTable()
     for content in (b"", b"\xff", b"[" * 100_000, b'{"version": 1,}'):
         path.write_bytes(content)
         with pytest.raises(RejectError, match="expected a table of forms"):
-            read_table(path)
+            tables.read_table(path)
 
 
 def test_an_error_names_the_file_and_the_key(tmp_path):
@@ -170,6 +164,6 @@ def test_an_error_names_the_file_and_the_key(tmp_path):
     ):
         path.write_text(json.dumps(changed))
         with pytest.raises(RejectError, match=message) as raised:
-            read_table(path)
+            tables.read_table(path)
         assert str(path) in str(raised.value)
         assert raised.value.hint is not None

@@ -41,8 +41,8 @@ class Case:
 
     @property
     def arrays(self):
-        before = (self.query, self.new_keys, self.new_values, self.start, self.length)
-        return (*before, self.query_start, self.keys, self.values)
+        arrays = (self.query, self.new_keys, self.new_values, self.start, self.length)
+        return (*arrays, self.query_start, self.keys, self.values)
 
     @property
     def is_packed(self):
@@ -124,24 +124,12 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def drawn(
-    seed,
-    *,
-    batch=1,
-    kv_heads=1,
-    group=1,
-    size,
-    slots,
-    tokens,
-    queries=None,
-    dtype=np.float32,
-    **more,
-):
+def drawn(seed, *, size, slots, tokens, batch=1, kv_heads=1, group=1, **more):
     """A case whose scores are exact in float32; behind what is valid there is garbage as large as can be.
 
     Queries are those of all new tokens, or the last valid one's alone.
     """
-    rng = np.random.default_rng(seed)
+    rng, dtype = np.random.default_rng(seed), more.pop("dtype", np.float32)
 
     def wholes(*shape):
         return rng.integers(-3, 4, shape).astype(np.float32)
@@ -151,7 +139,7 @@ def drawn(
 
     start = more.pop("start", rng.integers(0, slots + 2, batch)).astype(np.int32)
     length = more.pop("length", rng.integers(0, tokens + 1, batch)).astype(np.int32)
-    alone = queries == 1
+    alone = more.pop("queries", None) == 1
     keys, new_keys = wholes(batch, kv_heads, slots, size), wholes(batch, tokens, kv_heads, size)
     values = reals(batch, kv_heads, slots, size)
     if dtype == np.int8:  # the factor of each key is 1
