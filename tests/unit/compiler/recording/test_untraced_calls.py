@@ -7,14 +7,10 @@ from prejit.compiler.recording.untraced_calls import UNCONFIRMED, confirmed
 
 CALL = {"name": "jit_f", "reason": None, "program": "p", "indices": [1]}
 INPUTS = {
-    "environment": {"MODE": "sum"},
-    "files": [["/data", 1, [5], "digest"]],
-    "listings": [["/parts", 1, "names"]],
-    "packages": [["/packages", 1, "names"]],
-    "kinds": [["/out", 1, 0]],
-    "links": [["/now", 1, "v1"]],
-    "absent": [["torch", 1, None]],
-    "modules": {"zlib": "/zlib.so"},
+    **{"environment": {"MODE": "sum"}, "modules": {"zlib": "/zlib.so"}},
+    **{"files": [["/data", 1, [5], "digest"]], "listings": [["/parts", 1, "names"]]},
+    **{"packages": [["/packages", 1, "names"]], "kinds": [["/out", 1, 0]]},
+    **{"links": [["/now", 1, "v1"]], "absent": [["torch", 1, None]]},
 }
 
 

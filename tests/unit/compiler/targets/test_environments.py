@@ -39,7 +39,7 @@ def fake(wanted, python=sys.executable):
 def test_a_pin_or_an_accelerator_gets_one_of_its_own():
     assert environments.spec_for(HOST, "0.10.2") is None
     assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
-    new, old = ("==0.12.0.1", "==0.10.2")
+    new, old = "==0.12.0.1", "==0.10.2"
     plugins = [f"jax-cuda13-plugin{new}", f"jax-cuda13-pjrt{new}"]
     for target, pinned in (
         (replace(HOST, jax="0.12.0.1"), [f"jax{new}", f"jaxlib{new}"]),
