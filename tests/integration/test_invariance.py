@@ -1,8 +1,4 @@
-"""A request's tokens are its own: no bucket, chunk, neighbour, growth, draft or reuse changes them.
-
-All of these vary at once, under hypothesis, and every token is compared with a plain reference: one row at
-the largest context, its prompt fed token by token through decode, one step a call.
-"""
+"""A request's tokens are its own: no bucket, chunk, neighbour, growth, draft or reuse changes them."""
 
 import itertools
 import json
@@ -180,9 +176,7 @@ def subject(request, decoder_dir, make_decoder, run, once, tmp_path_factory):
 
 
 def with_texts(bundle):
-    """Three: the model's own, so that prompts go on where a slot left off; one that begins like it for 21
-    tokens; one that repeats itself.
-    """
+    """Its own, which goes on where a slot left off; one that begins like it; one that repeats itself."""
     random = np.random.default_rng(1)
     vocabulary = min(48, bundle.decoder.decoder.vocab_size)
     own, other = random.integers(0, vocabulary, (2, 72)).tolist()

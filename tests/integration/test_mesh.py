@@ -189,10 +189,7 @@ def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path)
 
 @pytest.fixture
 def in_cluster(tmp_path):
-    """Runs a script in processes that jax.distributed joins, one CPU device each, with flags of XLA.
-
-    It returns (exit status, stdout, stderr) of each.
-    """
+    """Runs a script in processes of one CPU device each; gives (exit status, stdout, stderr) of each."""
     env = {**os.environ, "PREJIT_RUNTIME_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
 
     def run(processes, script, *arguments, flags=""):

@@ -125,10 +125,7 @@ def assert_close(found, expected):
 
 
 def drawn(seed, *, size, slots, tokens, batch=1, kv_heads=1, group=1, **more):
-    """A case whose scores are exact in float32; behind what is valid there is garbage as large as can be.
-
-    Queries are those of all new tokens, or the last valid one's alone.
-    """
+    """A case with exact scores; behind what is valid is garbage. `queries=1` is of the last token alone."""
     rng, dtype = np.random.default_rng(seed), more.pop("dtype", np.float32)
 
     def wholes(*shape):

@@ -65,14 +65,9 @@ def kernels(request, build_cache):
     return library
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # what is right is computed once for all kernels
 class Case:
-    """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias.
-
-    The factors of int4 are [N, groups], or [2, N, groups] with the zero points.
-
-    Each is equal to itself alone, so that what is right is computed once for all kernels.
-    """
+    """x [..., K] and weights [N, K]; factors of int4 are [N, groups], or [2, N, groups] with zero points."""
 
     x: Any
     weights: tuple[Any, ...]
