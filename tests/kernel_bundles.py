@@ -145,12 +145,10 @@ def built_kernels(target_name, sources, cache):
 
     opened = DirectoryStore.open(cache)
     versions = {name: version(name) for name in ("jax", "jaxlib")}
-    toolchain = host_toolchain(target(target_name), versions)
-    built = build_kernels(toolchain, opened, sources=sources)
+    built = build_kernels(host_toolchain(target(target_name), versions), opened, sources=sources)
     if not isinstance(built, KernelLibrary):
         pytest.skip(built.reason)
-    content = opened.read_blob(built.digest)
-    return built, content
+    return built, opened.read_blob(built.digest)
 
 
 def with_library(recipe, content):
@@ -168,12 +166,9 @@ def with_library(recipe, content):
     segment, frame = framed(raw.replace(old, new))
 
     def change(config):
-        (program,) = config.programs
-        return dataclasses.replace(
-            config,
-            kernels=dataclasses.replace(before, digest=digest),
-            programs=(dataclasses.replace(program, executable=segment),),
-        )
+        programs = (dataclasses.replace(config.programs[0], executable=segment),)
+        kernels = dataclasses.replace(before, digest=digest)
+        return dataclasses.replace(config, kernels=kernels, programs=programs)
 
     changed = recipe.configured(change).with_content(names.KERNELS_MEDIA_TYPE, content)
     return changed.with_content(names.EXECUTABLES_MEDIA_TYPE, frame)

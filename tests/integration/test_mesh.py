@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from tests.decoders import gpt2_config
 from tests.extent import cases
 from tests.manifests import write_manifest
+from tests.parity.cases import Case
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 
@@ -23,11 +21,8 @@ LLAMA = {
     **{"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
     **{"max_position_embeddings": 64, "attention_bias": True, "tie_word_embeddings": False},
 }
-GPT2 = {
-    "vocab_size": 97,  # which nothing divides: its table is on every device
-    **{"model_type": "gpt2", "n_positions": 64, "n_embd": 64, "n_head": 8, "n_layer": 1},
-    **{"bos_token_id": 0, "eos_token_id": 1},
-}
+# Nothing divides 97: the table is on every device.
+GPT2 = gpt2_config(vocab_size=97, n_positions=64, n_embd=64, n_head=8, n_layer=1)
 MESHES = {
     "llama": cases([(2, 1)], others=[(1, 2), (2, 2), (4, 2)]),
     "gpt2": cases([], others=[(1, 8), (1, 2)]),
@@ -84,91 +79,36 @@ decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must m
 """
 
 
-@dataclass(frozen=True)
-class Split:
-    """A bundle to build: a decoder over a mesh, or over one device."""
-
-    name: str
-    source: Path
-    mesh: tuple[int, int] | None
-    batch: int = 4
-    prompt: int = 4
-    context: int = 32
-
-
-def write_checkpoint(directory, config, scale=0.5):
-    """A checkpoint with random weights, the same for the same config."""
-    from flax import nnx
-
-    from prejit.compiler.models import config_file, model_registry
-    from prejit.compiler.models.parameters import flat_parameters, parameters_of
-
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    loaded = config_file.load_config(directory)
-    in_out = model_registry.naming_of(loaded).in_out
-    random = np.random.default_rng(0)
-    tensors = {}
-    for name, leaf in flat_parameters(nnx.state(model_registry.make_decoder(loaded))).items():
-        values = random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(scale)
-        is_in_out = parameters_of(model_registry.make_decoder(loaded))[name].in_out
-        if is_in_out != name.endswith(in_out or ("none",)):
-            values = np.ascontiguousarray(values.T)  # as it is published
-        tensors[name] = values
-    save_file(tensors, directory / "model.safetensors")
-    return directory
-
-
-@pytest.fixture(scope="module")
-def build_all(run, tmp_path_factory):
-    """Builds decoders over meshes by one command: `build_all(Split("tiny", source, mesh=(2, 2)))`."""
-    directory = tmp_path_factory.mktemp("mesh")
-
-    def build_all(*wanted):
-        manifests = []
-        for each in wanted:
-            sizes = {"batch": [each.batch], "prompt": [each.prompt], "context": [each.context]}
-            path = directory / f"{each.name}.toml"
-            more = 'cache_dtype = "int8"' if each.name.startswith("int8-") else ""
-            made = write_manifest(path, each.source, name=each.name, **sizes, generate=more)
-            manifests.append(made)
-            add_mesh(path, each.mesh)
-        run("build", *manifests, "-o", directory, quick=True)
-        return {each.name: directory / each.name for each in wanted}
-
-    return build_all
-
-
-def add_mesh(manifest, mesh):
+def split_manifest(path, source, mesh, *, batch=(4,), context=(32,)):
+    """Write a manifest of a decoder over a mesh, or over one device."""
+    int8 = 'cache_dtype = "int8"' if path.name.startswith("int8-") else ""
+    sizes = {"batch": batch, "prompt": [4], "context": context}
+    write_manifest(path, source, name=path.stem, **sizes, generate=int8)
     if mesh is not None:
-        with manifest.open("a") as file:
-            file.write(f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n")
+        text = f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n"
+        path.write_text(path.read_text() + text)
+    return path
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("sources")
-    configs = {"llama": LLAMA, "gpt2": GPT2, "int8": LLAMA}
-    return {name: write_checkpoint(directory / name, each) for name, each in configs.items()}
-
-
-@pytest.fixture(scope="module")
-def bundles(sources, build_all):
+def bundles(run, tmp_path_factory):
     """By `llama-1x2`; `llama-one` is of one device."""
-    splits = [
-        Split(f"{family}-{'x'.join(map(str, mesh or ['one']))}", sources[family], mesh)
-        for family, meshes in MESHES.items()
-        for mesh in ((None, *meshes) if meshes else ())
-    ]
-    return build_all(*splits)
+    directory = tmp_path_factory.mktemp("mesh")
+    manifests = []
+    for family, meshes in MESHES.items():
+        Case(family, GPT2 if family == "gpt2" else LLAMA, seed=7).write(directory / family)
+        for mesh in (None, *meshes) if meshes else ():
+            path = directory / f"{family}-{'x'.join(map(str, mesh or ['one']))}.toml"
+            manifests.append(split_manifest(path, directory / family, mesh))
+    run("build", *manifests, "-o", directory, quick=True)
+    return {each.stem: directory / each.stem for each in manifests}
 
 
 @pytest.fixture(scope="module")
 def generated(python, bundles):
     """What all of them generate in one fresh process, which may compile nothing."""
-    script = GENERATE.format(mismatch=False)
-    prompts = json.dumps(PROMPTS)
-    done = python(script, prompts, str(NEW_TOKENS), *bundles.values(), JAX_PLATFORMS="cpu")
+    arguments = (GENERATE.format(mismatch=False), json.dumps(PROMPTS), str(NEW_TOKENS))
+    done = python(*arguments, *bundles.values(), JAX_PLATFORMS="cpu")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -225,22 +165,23 @@ print(anonymous() - before)
 
 
 @pytest.mark.thorough
-def test_shards_are_slices_of_the_map_and_columns_are_copied_once(python, build_all, tmp_path):
+def test_shards_are_slices_of_the_map_and_columns_are_copied_once(run, python, tmp_path):
     config = LLAMA | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
     config |= {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 8}
-    source = write_checkpoint(tmp_path / "large", config, scale=0.02)
-    [bundle] = build_all(Split("large", source, (1, 4), batch=1, context=16)).values()
+    source = tmp_path / "source"
+    Case("large", config, seed=7).write(source)
+    manifest = split_manifest(tmp_path / "large.toml", source, (1, 4), batch=[1], context=[16])
+    run("build", manifest, "-o", tmp_path, quick=True)
     matrix = 4 * 1024 * 8192
     assert (source / "model.safetensors").stat().st_size > 3 * matrix
-    grown = int(python(MEASURE, bundle).stdout.splitlines()[-1])
+    grown = int(python(MEASURE, tmp_path / "large").stdout.splitlines()[-1])
     # Gate and up are split by rows and stay in the map. Down is split by columns: each device copies
     # its own.
     assert grown < 1.25 * matrix
 
 
 def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path):
-    manifest = write_manifest(tmp_path / "bad.toml", tmp_path, batch=[1, 4], context=[32])
-    add_mesh(manifest, (2, 1))
+    manifest = split_manifest(tmp_path / "bad.toml", tmp_path, (2, 1), batch=[1, 4])
     told = r"(?s)bad\.toml.*generate\.batch\[0\].*multiple of 2, which mesh\.data is; found 1"
     with pytest.raises(ManifestError, match=told):
         read_manifest(manifest)
@@ -248,10 +189,7 @@ def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path)
 
 @pytest.fixture
 def in_cluster(tmp_path):
-    """Runs a script in processes that jax.distributed joins, one CPU device each, with flags of XLA.
-
-    It returns (exit status, stdout, stderr) of each.
-    """
+    """Runs a script in processes of one CPU device each; gives (exit status, stdout, stderr) of each."""
     env = {**os.environ, "PREJIT_RUNTIME_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
 
     def run(processes, script, *arguments, flags=""):
@@ -273,17 +211,11 @@ def in_cluster(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "mismatch", "source"),
-    [
-        ("llama-2x1", False, "loaded"),
-        pytest.param("llama-1x2", True, "compiled", marks=pytest.mark.thorough),
-        pytest.param("llama-one", False, "loaded", marks=pytest.mark.thorough),
-    ],
+    ("name", "source"),
+    cases([("llama-2x1", "loaded")], [("llama-1x2", "compiled"), ("llama-one", "loaded")]),
 )
-def test_two_processes_give_the_tokens_of_one_device(
-    in_cluster, bundles, generated, name, mismatch, source
-):
-    expected = generated[f"{name.partition('-')[0]}-one"][0]
+def test_two_processes_give_the_tokens_of_one_device(in_cluster, bundles, generated, name, source):
+    expected, mismatch = generated["llama-one"][0], source == "compiled"
     script = GENERATE.format(mismatch=mismatch)
     flags = XLA_FLAGS if mismatch else ""
     arguments = (json.dumps(PROMPTS), NEW_TOKENS, bundles[name])
@@ -294,8 +226,7 @@ def test_two_processes_give_the_tokens_of_one_device(
 
 def test_a_cluster_with_too_few_devices_is_told_so(in_cluster, bundles):
     """What a machine with too few accelerators is told as well: there, too, the client is jax's."""
-    [(status, _, err)] = in_cluster(
-        1, GENERATE.format(mismatch=False), json.dumps(PROMPTS), NEW_TOKENS, bundles["llama-2x1"]
-    )
+    arguments = (json.dumps(PROMPTS), NEW_TOKENS, bundles["llama-2x1"])
+    [(status, _, err)] = in_cluster(1, GENERATE.format(mismatch=False), *arguments)
     assert status != 0
     assert "UsageError: expected 2 cpu devices for the bundle's mesh, found 1" in err

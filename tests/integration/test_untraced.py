@@ -3,10 +3,10 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
+from tests.processes import ran
 
 MODEL = """
 import warnings, enum, functools, os, tempfile
@@ -83,10 +83,10 @@ def here(tmp_path_factory):
     return directory
 
 
-def recorded(prejit_at, bundle, command, times=2):
-    return [
-        prejit_at("record", "-o", bundle, "--untraced", "--", *command).stderr for _ in range(times)
-    ]
+def recorded(prejit_at, bundle, command):
+    """Records a command twice; returns what each said."""
+    words = ("record", "-o", bundle, "--untraced", "--", *command)
+    return [prejit_at(*words).stderr for _ in range(2)]
 
 
 def report_of(prejit_at, here, bundle, command=COMMAND, options=(), **env):
@@ -95,10 +95,7 @@ def report_of(prejit_at, here, bundle, command=COMMAND, options=(), **env):
 
 
 def plain(here, command=COMMAND, **env):
-    environment = {**os.environ, **env}
-    return subprocess.run(
-        command, cwd=here, env=environment, capture_output=True, text=True, check=True
-    )
+    return ran(*command, cwd=here, env={**os.environ, **env})
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +109,8 @@ def bundle(here, prejit_at):
 
 def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit_at):
     """jax reports no trace, no lowering and no compile; the results are those of jax."""
-    done, report = report_of(
-        prejit_at, here, bundle, SHLVL="9", OLDPWD="/", _="/bin/other", HOSTNAME="b-1"
-    )
+    other = {"SHLVL": "9", "OLDPWD": "/", "_": "/bin/other", "HOSTNAME": "b-1"}
+    done, report = report_of(prejit_at, here, bundle, **other)
     expected = plain(here)
     assert done.stdout == expected.stdout
     assert (int(done.stderr), report["hits"], report["missed"], report["traced"]) == (0, 0, 0, {})
@@ -135,14 +131,11 @@ def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bu
         assert report["untraced"] == 0
         assert any(reason in each for each in report["traced"]), report["traced"]
 
-    def written(file, text):
-        before = file.read_text() if file.exists() else None
-        file.write_text(text)
-        changed(str(file))
-        return file.unlink() if before is None else file.write_text(before)
-
-    written(here / "model.py", MODEL.replace("SCALE = 2.0", "SCALE = 4.0"))
-    written(here / "offset.txt", "7")
+    for file, text in (("model.py", MODEL.replace("= 2.0", "= 4.0")), ("offset.txt", "7")):
+        before = (here / file).read_text()
+        (here / file).write_text(text)
+        changed(str(here / file))
+        (here / file).write_text(before)
     (here / "parts" / "one").touch()
     changed(str(here / "parts"))
     (here / "parts" / "one").unlink()
@@ -238,21 +231,8 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     command, bundle, said = impure
     for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
         assert f"({name})" in said, name
-    held = (
-        "keyed",
-        "nested",
-        "classed",
-        "defaulted",
-        "in_place",
-        "buffered",
-        "spaced",
-        "attributed",
-        "far",
-        "paired",
-        "formats",
-        "drawn",
-    )
-    for name in held:
+    held = "keyed nested classed defaulted in_place buffered spaced attributed far paired formats"
+    for name in f"{held} drawn".split():
         assert re.search(rf"\b{name}\b.*: its trace changes ", said), (name, said)
     assert "(counts): its trace does os.cpu_count" in said
     assert "(lowers): its lowering changes the settings of jax" in said
@@ -261,9 +241,8 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     assert report["untraced"] > 3
     assert not any("jit_sin" in names for names in report["traced"].values())
     assert report["start"]["tracing_seconds"] > 0
-    assert {"jit_log", "jit_writes", "jit_method"} <= {
-        n for ns in report["traced"].values() for n in ns
-    }
+    traced = {name for names in report["traced"].values() for name in names}
+    assert traced >= {"jit_log", "jit_writes", "jit_method"}
 
 
 @pytest.mark.thorough

@@ -8,20 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.html_pages import EVIL, Elements
 
+from prejit.compiler.bench import bench_report as reports
 from prejit.compiler.bench.bench_page import bench_page, notes, regression
-from prejit.compiler.bench.bench_report import (
-    MIN_P95_SAMPLES,
-    MIN_P99_SAMPLES,
-    MIN_QUARTILE_SAMPLES,
-    YARDSTICK,
-    BenchReport,
-    Head,
-    Ratio,
-    better_of,
-    compare_reports,
-    read,
-    summarize,
-)
+from prejit.compiler.bench.bench_report import YARDSTICK, Ratio, better_of, read
 from prejit.compiler.bench.probes import ratio_in_turns
 from prejit.runtime.errors import RegressionError, StoreError, UsageError
 from prejit.runtime.programs.ready_programs import ProgramReport
@@ -31,7 +20,9 @@ times = st.floats(1e-6, 1e3)
 
 
 def row(name, samples, **changes):
-    return summarize(Head(**{"group": "decode", "name": name, "work": "w", **changes}), samples)
+    return reports.summarize(
+        reports.Head(**{"group": "decode", "name": name, "work": "w", **changes}), samples
+    )
 
 
 def report(*rows, **changes):
@@ -41,11 +32,11 @@ def report(*rows, **changes):
         **{"versions": {"jax": "0.10.2"}, "runs": 3, "seconds": 1.0},
         **{"programs": (ProgramReport("p", "loaded", 0.25),), "rows": rows},
     }
-    return BenchReport(**{**values, **changes})
+    return reports.BenchReport(**{**values, **changes})
 
 
 def beside(before, after, tolerance=0.25, **rest):
-    return compare_reports(before, after, other="other", tolerance=tolerance, **rest)
+    return reports.compare_reports(before, after, other="other", tolerance=tolerance, **rest)
 
 
 def verdict(before, after, tolerance=0.25):
@@ -54,14 +45,17 @@ def verdict(before, after, tolerance=0.25):
 
 
 def test_a_row_has_the_percentiles_that_its_samples_allow():
-    for count in (1, 2, MIN_P95_SAMPLES, MIN_P99_SAMPLES):
+    for count in (1, 2, reports.MIN_P95_SAMPLES, reports.MIN_P99_SAMPLES):
         samples = np.random.default_rng(0).exponential(size=count) + 0.1
         found = row("r", samples.tolist(), items=8, item="tokens")
         bounds = (samples.min(), samples.max())
         assert (found.samples, found.minimum, found.maximum) == (count, *bounds)
         for q, value, least in (
             *((0.25, found.p25, 1), (0.5, found.p50, 1), (0.75, found.p75, 1)),
-            *((0.95, found.p95, MIN_P95_SAMPLES), (0.99, found.p99, MIN_P99_SAMPLES)),
+            *(
+                (0.95, found.p95, reports.MIN_P95_SAMPLES),
+                (0.99, found.p99, reports.MIN_P99_SAMPLES),
+            ),
         ):  # with fewer it would be the maximum
             assert value == (None if count < least else pytest.approx(np.quantile(samples, q)))
         assert found.per_second == pytest.approx(8 / np.median(samples))
@@ -88,7 +82,7 @@ def test_a_busy_neighbour_is_no_regression(data, speed, count):
 
 
 def test_samples_that_overlap_or_are_few_are_noise_and_memory_is_not():
-    many = MIN_QUARTILE_SAMPLES
+    many = reports.MIN_QUARTILE_SAMPLES
     assert verdict([1, 1, 3.5], [2, 3, 3]) == "same"  # few: 3.5 was seen before
     assert verdict([1.0] * many + [3.5], [2.0] * many) == "worse"  # one in many counts for nothing
     assert verdict([1, 1], [9, 9]) == "shown"
@@ -112,9 +106,8 @@ def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle():
         yardstick = row(YARDSTICK, [slowness] * 3, group="machine")
         return report(row("m", [size] * 3, unit="bytes", group="memory"), yardstick)
 
-    assert (
-        beside(used(1.0, 1.0), used(1.3, 2.0)).deltas[0].verdict == "worse"
-    )  # it slows no memory down
+    slowed = beside(used(1.0, 1.0), used(1.3, 2.0))  # it slows no memory down
+    assert slowed.deltas[0].verdict == "worse"
     # A machine that became faster excuses nothing, nor does any where the sides took turns.
     assert beside(measured(1, 2), measured(2, 1)).deltas[0].verdict == "worse"
     turns = {"r": Ratio(2, 2, 1.9, 2.1)}
@@ -123,11 +116,9 @@ def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle():
 
 
 def test_times_of_another_machine_are_shown_and_those_of_another_version_judged():
-    before = report(
-        row("r", [1.0] * 5),
-        row("m", [1.0] * 5, unit="bytes", group="memory"),
-        machine={**MACHINE, "cpu_model": "Y", "cpu_features": ["sse"], "cpu_count": 8},
-    )
+    memory = row("m", [1.0] * 5, unit="bytes", group="memory")
+    machine = {**MACHINE, "cpu_model": "Y", "cpu_features": ["sse"], "cpu_count": 8}
+    before = report(row("r", [1.0] * 5), memory, machine=machine)
     after = report(row("r", [9.0] * 5), row("m", [9.0] * 5, unit="bytes", group="memory"))
     found = beside(before, after)
     assert not found.is_same_machine
@@ -173,24 +164,22 @@ FULL = report(
     row("m", [1e6], unit="bytes", group="memory"),
     row("p", [1.5], unit="x", group="serving"),
 )
-DAMAGES = [
-    ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
-    ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
-    ("rows.0.unit", "m", "rows[0].unit: expected s, bytes or x"),
-    ("rows.1.name", "r", "rows[1].name: expected each name once"),
-    ("digest", ..., "digest: expected it, found nothing"),
-    ("report_version", 2, "report_version: expected 1, found 2"),
-]
 
 
 def test_a_damaged_key_is_told(tmp_path):
     path = tmp_path / "b.json"
     path.write_text(json.dumps({**FULL.described(), "comparison": None}))
     assert read(str(path)) == FULL
-    for where, value, complaint in DAMAGES:
-        plain = json.loads(json.dumps(FULL.described()))
+    for where, value, complaint in (
+        ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
+        ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
+        ("rows.0.unit", "m", "rows[0].unit: expected s, bytes or x"),
+        ("rows.1.name", "r", "rows[1].name: expected each name once"),
+        ("digest", ..., "digest: expected it, found nothing"),
+        ("report_version", 2, "report_version: expected 1, found 2"),
+    ):
+        at = plain = json.loads(json.dumps(FULL.described()))
         *outer, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
-        at = plain
         for key in outer:
             at = at[key]
         at[last] = value
@@ -220,6 +209,6 @@ def test_names_stay_text_on_the_page():
         machine=machine,
         programs=(ProgramReport(EVIL, EVIL, 1.0),),
     )
-    comparison = compare_reports(before, after, other=EVIL, tolerance=0.25)
+    comparison = reports.compare_reports(before, after, other=EVIL, tolerance=0.25)
     assert comparison.regressions
     Elements(bench_page(after, comparison)).check_harmless(12)

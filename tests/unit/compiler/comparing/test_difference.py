@@ -42,20 +42,18 @@ def bundles(tmp_path_factory):
 def test_what_changed_is_named_and_the_command_has_the_status_of_diff(bundles, capsys):
     found = compare_bundles(*map(read_bundle, bundles))
     assert not found.is_equal
-    assert found.added == ("new for cpu-host",)
-    assert found.removed == ("gone for cpu-host",)
+    assert (found.added, found.removed) == (("new for cpu-host",), ("gone for cpu-host",))
     assert found.same == 1
     (scaled, changed) = sorted(found.changed, key=lambda each: each.program)
     assert scaled.program == "scaled"
     assert "int32[3]" in scaled.fields["arguments"][1]
     assert (changed.program, changed.target) == ("score", "cpu-host")
-    assert changed.has_new_program
-    assert changed.has_new_executable
+    assert (changed.has_new_program, changed.has_new_executable) == (True, True)
     assert changed.operations == {"stablehlo.dot_general tensor<64x64xf32>": (1, 2)}
     assert changed.fields == {}
     before, after = changed.code
     assert before.digest == after.digest  # a product is a routine of XLA's, called once more
-    assert (before.code_bytes > 0, sum(before.instructions.values()) > 0) == (True, True)
+    assert min(before.code_bytes, sum(before.instructions.values())) > 0
     assert found.versions == found.requirements == {}
     [layer] = found.layers["cpu-host"]
     assert "weights" in layer

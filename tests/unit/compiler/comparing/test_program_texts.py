@@ -20,14 +20,6 @@ CALL = str(Path(__file__).parents[3] / "format" / "v1" / "call")
 SIDE = 64
 
 
-@pytest.fixture(scope="module")
-def product(build_cache, tmp_path_factory):
-    """A bundle for this machine with one product of matrices."""
-    program = Program("product", fn=lambda x: jnp.tanh(x @ x), args=[f"float32[{SIDE}, {SIDE}]"])
-    directory = tmp_path_factory.mktemp("product")
-    return str(build([program], directory, name="product", cache=build_cache, quiet=True).path)
-
-
 def printed(capsys, *arguments):
     assert run(["inspect", *arguments]) == 0
     return capsys.readouterr().out
@@ -74,7 +66,11 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.thorough
-def test_costs_count_what_the_function_says_and_the_roofline_runs_it(product, capsys, monkeypatch):
+def test_costs_count_what_the_function_says_and_the_roofline_runs_it(
+    build_cache, tmp_path, capsys, monkeypatch
+):
+    program = Program("product", fn=lambda x: jnp.tanh(x @ x), args=[f"float32[{SIDE}, {SIDE}]"])
+    product = str(build([program], tmp_path, name="product", cache=build_cache, quiet=True).path)
     bundle = read_bundle(product)
     [cost] = costs(bundle, find_target(bundle, None))
     assert cost.flops == pytest.approx(2 * SIDE**3 + SIDE**2, rel=0.02)

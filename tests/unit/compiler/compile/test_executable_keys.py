@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-from jax import export
+import numpy as np
+from tests.recipes import export
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
 from prejit.compiler.compile import executable_keys
@@ -79,8 +80,7 @@ def test_cpus_count_by_kind_and_number(monkeypatch, tmp_path):
 def test_a_worker_for_cpus_imports_no_jax(tmp_path, run_python):
     """This is why jax is in no key of theirs."""
     portable = tmp_path / "portable"
-    exported = export.export(jax.jit(jax.numpy.sin), platforms=["cpu"])
-    portable.write_bytes(exported(jax.ShapeDtypeStruct((8,), "float32")).mlir_module_serialized)
+    portable.write_bytes(export(jax.numpy.sin, np.zeros(8, np.float32)))
     run_python(
         "import sys\n"
         "from pathlib import Path\n"

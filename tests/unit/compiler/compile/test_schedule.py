@@ -6,17 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.compile.schedule import (
-    MAX_NODE_LOSSES,
-    MAX_WORKER_LOSSES,
-    STRAGGLER_SECONDS,
-    Cancel,
-    GiveUp,
-    Loss,
-    Need,
-    Schedule,
-    Start,
-)
+from prejit.compiler.compile import schedule as schedules
+from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 
 
 def starts(decisions):
@@ -43,7 +34,7 @@ def test_jobs_start_in_the_order_that_fills_the_cores():
     assert len(starts(a_schedule(slots=8, window=2.0, **jobs).decide(0))) == 16
     assert starts(a_schedule(slots=0, window=2.0, **jobs).decide(0)), "a cluster without a node"
     assert not starts(a_schedule(slots=0, window=1.0, **jobs).decide(0))
-    schedule = Schedule(slots=2, window=1.0)
+    schedule = a_schedule(slots=2)
     schedule.add("wide", Need(9, cores=8))
     schedule.add("narrow", Need(1))
     assert [each.job for each in starts(schedule.decide(0))] == ["wide"]
@@ -57,19 +48,19 @@ def test_jobs_start_in_the_order_that_fills_the_cores():
 
 def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own():
     why = "2 attempts ended without an answer: the worker died on a, the worker died on a"
-    for loss, most, expected in (
-        (Loss.WORKER, MAX_WORKER_LOSSES, GiveUp("job", why, (Loss.WORKER, Loss.WORKER))),
-        (Loss.NODE, MAX_NODE_LOSSES, None),
+    for loss, most in (
+        (Loss.WORKER, schedules.MAX_WORKER_LOSSES),
+        (Loss.NODE, schedules.MAX_NODE_LOSSES),
     ):
-        schedule, attempts = a_schedule(job=1), set[int]()
+        schedule, attempts = a_schedule(job=1), set()
         for _ in range(most):
-            start = running(schedule)
-            attempts.add(start.attempt)
-            schedule.lost(start.attempt, loss)
+            attempts.add(running(schedule).attempt)
+            schedule.lost(max(attempts), loss)
         assert len(attempts) == most
         [decision] = schedule.decide(1.0)
         assert isinstance(decision, GiveUp)
-        assert expected is None or decision == expected
+        if loss is Loss.WORKER:
+            assert decision == GiveUp("job", why, (Loss.WORKER, Loss.WORKER))
         assert schedule.unfinished == 0
     schedule = a_schedule(large=1)
     schedule.lost(running(schedule).attempt, Loss.MEMORY)
@@ -82,7 +73,7 @@ def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own():
 def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again():
     schedule = a_schedule(slots=2, slow=2)
     first = running(schedule)
-    assert schedule.decide(STRAGGLER_SECONDS) == [], "three times 2 s are not over"
+    assert schedule.decide(schedules.STRAGGLER_SECONDS) == [], "three times 2 s are not over"
     [second] = starts(schedule.decide(6.1))
     assert (second.job, second.second) == ("slow", True)
     assert schedule.decide(100) == [], "no third one"
@@ -118,9 +109,7 @@ def test_every_job_ends_once(jobs, slots, window, seed):
     schedule = Schedule(slots=slots, window=window)
     for number, seconds in enumerate(jobs):
         schedule.add(f"{number}", Need(seconds))
-    live = {}
-    ended = []
-    now = 0.0
+    live, ended, now = {}, [], 0.0
     for _ in range(10_000):
         for decision in schedule.decide(now):
             match decision:
@@ -138,18 +127,14 @@ def test_every_job_ends_once(jobs, slots, window, seed):
         assert live, "jobs wait, and nothing runs"
         now += chance.uniform(0, 20)
         attempt = chance.choice(sorted(live))
-        match chance.choice(["began", "finished", "worker", "node", "tick"]):
+        match chance.choice(["began", "finished", Loss.WORKER, Loss.NODE, "tick"]):
             case "began":
                 schedule.began(attempt, now)
             case "finished":
-                job = live.pop(attempt)
                 assert schedule.finished(attempt, now)
-                ended.append(job)
-            case "worker":
+                ended.append(live.pop(attempt))
+            case Loss() as loss:
                 del live[attempt]
-                schedule.lost(attempt, Loss.WORKER)
-            case "node":
-                del live[attempt]
-                schedule.lost(attempt, Loss.NODE)
+                schedule.lost(attempt, loss)
     assert sorted(ended) == sorted(f"{number}" for number in range(len(jobs)))
     assert not live

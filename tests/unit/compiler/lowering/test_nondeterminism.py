@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.manifests import functions_manifest
 
 from prejit.compiler import Program, build
 from prejit.compiler.lowering.user.modules import UserModules
@@ -31,66 +32,54 @@ class Later(datetime.datetime):
     pass
 
 
-def seeded_here():
-    random.seed(3)
-    return random.random(), random.Random(4).gauss(0, 1), np.random.default_rng(5).normal()
-
-
-def logged():
-    logging.getLogger("prejit.test").warning("its record has a time")
-    with tempfile.TemporaryDirectory() as directory:
-        return directory
-
-
-DRAWS = [
-    (lambda: time.time(), "time.time"),
-    (lambda: NOW(), "datetime.now"),
-    (lambda: random.random(), "random.random"),
-    (lambda: drawn(), "random.random"),
-    (lambda: random.Random(), "random.Random"),
-    (lambda: random.SystemRandom().random(), "random.SystemRandom.random"),
-    (lambda: uuid.uuid4(), "uuid.uuid4"),
-    (lambda: np.random.default_rng().normal(), "random.SystemRandom.getrandbits"),
-    (lambda: time.strftime("%s"), "time.strftime"),
-    (lambda: Later.now(), "datetime.now"),
-    (lambda: functools.partial(time.time)(), "time.time"),
-    (lambda: np.datetime64("now"), "np.datetime64[now]"),
-]
-
-
-@pytest.mark.parametrize(("call", "name"), DRAWS)
-def test_each_is_refused_by_name_and_line(call, name):
-    with pytest.raises(BuildError) as caught, refusing_nondeterminism("here"):
-        call()
-    line = call.__code__.co_firstlineno
-    assert str(caught.value).startswith("here: expected a function that gives the same program")
-    assert f"found {name}() at {__file__}:{line}" in str(caught.value)
-    assert "impure = true" in str(caught.value.hint)
-    assert sys.getprofile() is None
+def test_each_is_refused_by_name_and_line():
+    for call, name in (
+        (lambda: time.time(), "time.time"),
+        (lambda: NOW(), "datetime.now"),
+        (lambda: random.random(), "random.random"),
+        (lambda: drawn(), "random.random"),
+        (lambda: random.Random(), "random.Random"),
+        (lambda: random.SystemRandom().random(), "random.SystemRandom.random"),
+        (lambda: uuid.uuid4(), "uuid.uuid4"),
+        (lambda: np.random.default_rng().normal(), "random.SystemRandom.getrandbits"),
+        (lambda: time.strftime("%s"), "time.strftime"),
+        (lambda: Later.now(), "datetime.now"),
+        (lambda: functools.partial(time.time)(), "time.time"),
+        (lambda: np.datetime64("now"), "np.datetime64[now]"),
+    ):
+        with pytest.raises(BuildError) as caught, refusing_nondeterminism("here"):
+            call()
+        line = call.__code__.co_firstlineno
+        expected = "here: expected a function that gives the same program"
+        assert str(caught.value).startswith(expected), name
+        assert f"found {name}() at {__file__}:{line}" in str(caught.value)
+        assert "impure = true" in str(caught.value.hint)
+        assert sys.getprofile() is None
+    for call in (lambda: np.random.rand(), lambda: (np.random.rand(), np.random.seed(0))):
+        expected = r"global generator of np\.random"
+        with pytest.raises(BuildError, match=expected), refusing_nondeterminism("here"):
+            call()
 
 
 def test_what_is_the_same_each_time_is_allowed():
-    normal = jax.jit(lambda x: jax.random.normal(jax.random.key(0), x.shape))
-    with refusing_nondeterminism("here"):
+    with refusing_nondeterminism("here"), tempfile.TemporaryDirectory():
         SEEDED.random()
         ARRAYS.normal(size=3)
         time.strftime("%Y", time.gmtime(0))
         np.random.seed(0)
         np.random.rand()
         np.datetime64("2026-01-01")
-        seeded_here()
-        logged()
-        normal(jnp.ones(3))
+        random.seed(3)
+        assert [random.random(), random.Random(4).gauss(0, 1), np.random.default_rng(5).normal()]
+        logging.getLogger("prejit.test").warning("its record has a time")
+        jax.jit(lambda x: jax.random.normal(jax.random.key(0), x.shape))(jnp.ones(3))
 
 
 def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays():
     with pytest.raises(ZeroDivisionError), refusing_nondeterminism("here"):
         1 / (time.time() * 0)
     assert sys.getprofile() is None
-
-    def profile(*_):
-        pass
-
+    profile = lambda *_: None  # noqa: E731
     sys.setprofile(profile)
     try:
         with refusing_nondeterminism("here"):
@@ -98,27 +87,25 @@ def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays():
         assert sys.getprofile() is profile
     finally:
         sys.setprofile(None)
-    for call in (lambda: np.random.rand(), lambda: (np.random.rand(), np.random.seed(0))):
-        expected = r"global generator of np\.random"
-        with pytest.raises(BuildError, match=expected), refusing_nondeterminism("here"):
-            call()
 
 
 def stamped(x):
     return x * round(time.time() / 1e12)  # the same number at each trace
 
 
+def build_of(tmp_path, build_cache, function, **more):
+    program = Program("f", fn=function, args=["float32[3]"], **more)
+    return build(program, tmp_path, name="f", cache=build_cache, quiet=True)
+
+
 def test_a_build_refuses_what_two_traces_do_not_show(tmp_path, build_cache):
     """Also inside of jitted functions, which jax traces once."""
-    options = {"name": "stamped", "cache": build_cache, "quiet": True}
     inner = jax.jit(stamped)
     for function in (stamped, lambda x: inner(x) + 1):
-        program = Program("stamped", fn=function, args=["float32[3]"])
         with pytest.raises(BuildError, match=rf"time\.time\(\) at .*{Path(__file__).name}:\d+"):
-            build(program, tmp_path, **options)
-    program = Program("stamped", fn=stamped, args=["float32[3]"], impure=True)
-    built = build(program, tmp_path, **options)
-    assert load(built.path).call("stamped", np.ones(3, np.float32)).tolist() == [0, 0, 0]
+            build_of(tmp_path, build_cache, function)
+    built = build_of(tmp_path, build_cache, stamped, impure=True)
+    assert load(built.path).call("f", np.ones(3, np.float32)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("generator", [SEEDED, np.random.default_rng()])
@@ -126,9 +113,8 @@ def test_python_objects_are_traced_twice(tmp_path, build_cache, generator):
     """Each trace draws the next number, with or without a seed."""
     kept = jax.jit(lambda x: x + 1)
     kept(1)
-    program = Program("drawn", fn=lambda x: x * generator.random(), args=["float32[3]"])
     with pytest.raises(BuildError, match=r"to give the same program each time .* differ in mul at"):
-        build(program, tmp_path, name="drawn", cache=build_cache, quiet=True)
+        build_of(tmp_path, build_cache, lambda x: x * generator.random())
     assert kept._cache_size() == 1  # the process keeps what it has compiled
 
 
@@ -147,16 +133,14 @@ def test_a_manifest_allows_it_and_forbids_it_again(tmp_path, build_cache):
     """A trace that was kept while it was allowed is no reason to allow it."""
     (tmp_path / "timed.py").write_text(MODULE)
 
-    def manifest(impure):
-        (tmp_path / "m.toml").write_text(
-            '[bundle]\nname = "timed"\n[[program]]\nname = "f"\nfunction = "timed:f"\n'
-            f'args = ["float32[2]"]\n{impure}\n[[target]]\nname = "cpu-host"\n'
-        )
-        return read_manifest(tmp_path / "m.toml")
+    def built(more):
+        keys = f'function = "timed:f"; args = ["float32[2]"]{more}'
+        manifest = read_manifest(functions_manifest(tmp_path / "m.toml", {"f": keys}))
+        return build(manifest, tmp_path / "out", cache=build_cache, quiet=True)
 
-    build(manifest("impure = true"), tmp_path / "out", cache=build_cache, quiet=True)
+    built("; impure = true")
     with pytest.raises(BuildError, match=r"time\.perf_counter\(\) at .*timed\.py:5, .*timed\.py:7"):
-        build(manifest(""), tmp_path / "out", cache=build_cache, quiet=True)
+        built("")
 
 
 def test_a_module_that_draws_is_refused(tmp_path, monkeypatch):
@@ -170,11 +154,12 @@ def test_a_module_that_draws_is_refused(tmp_path, monkeypatch):
         with pytest.raises(BuildError, match=rf"here: cannot import 'drawn': .*{name}"):
             UserModules(tmp_path).find("drawn:f", "here")
         assert callable(UserModules(tmp_path).find("drawn:f", "here", impure=True))
-    (tmp_path / "site-packages").mkdir()
     drawing.unlink()
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
     library = "import random, time, uuid\nS = time.time(), random.random(), uuid.uuid4()\n"
-    (tmp_path / "site-packages" / "drawing.py").write_text(library)
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    (packages / "drawing.py").write_text(library)
+    monkeypatch.syspath_prepend(str(packages))
     try:
         assert callable(UserModules(tmp_path).find("drawn:f", "here"))
     finally:

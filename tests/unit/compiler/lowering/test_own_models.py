@@ -24,21 +24,21 @@ from prejit.compiler.native.products import KERNEL
 from prejit.runtime.errors import BuildError, ManifestError
 
 
-def flat(variables):
-    named = traverse_util.flatten_dict(variables, sep=".")
-    return {name: np.asarray(value) for name, value in named.items()}
-
-
 def find(module, dtype="float32", params=None, *, out_in=False):
     model = Model(module=module, dtype=dtype)
     return find_model(model, "m.toml", params, UserModules(None), out_in=out_in)
 
 
+def read_all(values):
+    return {name: read() for name, read in values.items()}
+
+
+EQUINOX = own_decoders.equinox_decoder
 KINDS = {
     "nnx": own_decoders.nnx_decoder,
     "linen variables": own_decoders.LinenDecoder,
     "linen params": own_decoders.linen_decoder,
-    "equinox": own_decoders.equinox_decoder,
+    "equinox": EQUINOX,
     "plain": own_decoders.PlainDecoder(),
 }
 
@@ -47,7 +47,8 @@ def params_of(kind):
     if "linen" not in kind:
         return None
     variables = own_decoders.linen_variables()
-    return flat(variables if "variables" in kind else variables["params"])
+    named = traverse_util.flatten_dict(variables if "var" in kind else variables["params"], sep=".")
+    return {name: np.asarray(value) for name, value in named.items()}
 
 
 def logits(stored, tokens):
@@ -61,10 +62,9 @@ def logits(stored, tokens):
         cache = model.make_cache(rows, count, "float32")
         return model(tokens, jnp.zeros_like(length), length, cache, every=True)[0]
 
-    weights = {name: read() for name, read in stored.values.items()}
-    assert {name: (v.shape, v.dtype) for name, v in weights.items()} == {
-        name: (shape.shape, shape.dtype) for name, shape in stored.model.weights.items()
-    }
+    weights = read_all(stored.values)
+    shapes, found = stored.model.weights, {n: (v.shape, v.dtype) for n, v in weights.items()}
+    assert found == {name: (shape.shape, shape.dtype) for name, shape in shapes.items()}
     return np.asarray(jax.jit(call)(weights, tokens))
 
 
@@ -77,36 +77,39 @@ def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind):
     wide, bfloat16, int8 = (find(module, d, params) for d in ("float32", "bfloat16", "int8"))
     assert (wide.vocab_size, wide.max_positions) in ((VOCAB, own_decoders.LONGEST), (VOCAB, None))
     expected = logits(wide.exact, TOKENS)
-    spread = expected.std()
     np.testing.assert_array_equal(logits(wide.stored, TOKENS), expected)
-    for narrow, tolerance, share in ((bfloat16, 0.03, 0.53), (int8, 0.08, 0.30)):
+    for narrow, tolerance, share in ((bfloat16, 0.09, 0.53), (int8, 0.24, 0.30)):
         found = logits(narrow.stored, TOKENS)
-        assert 0 < np.abs(found - expected).max() < tolerance * spread * 3
+        assert 0 < np.abs(found - expected).max() < tolerance * expected.std()
         assert size(narrow.stored) < share * size(wide.stored)
     # Matrices for products alone are stored (out, in).
     given, out_in = int8.stored, find(module, "int8", params, out_in=True).stored
     narrow = {name for name, leaf in given.model.weights.items() if leaf.dtype == jnp.int8}
-    assert narrow - out_in.orders.keys() == {
-        name for name in narrow if "embed" in name or "places" in name
-    }
+    tables = {name for name in narrow if "embed" in name or "places" in name}
+    assert narrow - out_in.orders.keys() == tables
     assert set(out_in.orders.values()) == {(1, 0)}
     for name in out_in.orders:
         np.testing.assert_array_equal(out_in.values[name](), given.values[name]().T)
-    forms = Forms()
+    forms, weights = Forms(), read_all(out_in.values)
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def call(start, length):
+        model = out_in.model.bind({name: jnp.asarray(value) for name, value in weights.items()})
+        return model(start[:, None], start, length, model.make_cache(1, 8, "float32"))
+
     with using(forms):  # what a CPU with kernels computes, by its shapes
-        jax.eval_shape(lambda: bound_logits(out_in))
+        jax.eval_shape(call, one, one)
     assert {product.default_form for product in forms.met} == {KERNEL}
     np.testing.assert_allclose(logits(out_in, TOKENS), logits(given, TOKENS), atol=2e-5)
 
 
-def bound_logits(stored):
-    model = stored.model.bind({name: jnp.asarray(read()) for name, read in stored.values.items()})
-    one = jnp.ones(1, jnp.int32)
-    return model(one[:, None], one * 0, one, model.make_cache(1, 8, "float32"))
-
-
 def size(stored):
-    return sum(read().nbytes for read in stored.values.values())
+    return sum(value.nbytes for value in read_all(stored.values).values())
+
+
+def drawn(*shape, scale=1.0):
+    values = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+    return nnx.Param(jnp.asarray(values * scale))
 
 
 class Shaped(nnx.Module):
@@ -115,11 +118,7 @@ class Shaped(nnx.Module):
     vocab_size, max_positions = 66, None
 
     def __init__(self):
-        random = np.random.default_rng(0)
-
-        def made(*shape):
-            return nnx.Param(jnp.asarray(random.standard_normal(shape, np.float32) * 0.2))
-
+        made = partial(drawn, scale=0.2)
         self.layers, self.heads, self.last = made(3, 66, 66), made(66, 4, 17), made(68, 66)
         self.norms, self.small, self.vector = made(12, 768), made(64, 63), made(9000)
         self.mask = nnx.Param(jnp.where(jnp.tri(80) > 0, 0, -jnp.inf))
@@ -155,21 +154,16 @@ def test_only_what_is_a_matrix_and_can_be_held_is_narrowed_and_stored_out_in():
     np.testing.assert_allclose(turned, as_given, atol=2e-5)
 
 
-class OurLayers(nnx.Module):
+class OurLayers(Shaped):
     """A decoder of prejit's layers: each token's logits depend on that token alone."""
 
-    vocab_size, max_positions = 70, None
+    vocab_size = 70
 
     def __init__(self):
         self.table, self.head = Embedding(70, 64), Linear(64, 70, bias=True)
-        random = np.random.default_rng(0)
         for part in (self.table, self.head):
-            values = random.standard_normal(part.weight.shape, np.float32)
-            part.weight = nnx.Param(jnp.asarray(values))
-        self.middle = nnx.Param(jnp.asarray(random.standard_normal((64, 64), np.float32)))
-
-    def make_cache(self, rows, positions, dtype):
-        return (jnp.zeros((rows, positions)),)
+            part.weight = drawn(*part.weight.shape)
+        self.middle = drawn(64, 64)
 
     def __call__(self, tokens, start, length, cache, *, every=False):
         assert every
@@ -183,15 +177,13 @@ def test_layers_of_prejit_and_params_give_the_stored_values():
     assert weights["head.weight"].dtype == weights["middle"].dtype == jnp.int8
     expected = logits(found.exact, TOKENS)
     assert np.abs(logits(found.stored, TOKENS) - expected).max() < 0.05 * np.abs(expected).max()
-    own = {name: read() for name, read in find(own_decoders.equinox_decoder).exact.values.items()}
+    own = read_all(find(EQUINOX).exact.values)
     changed = {name: (value * 2).astype(np.float16) for name, value in own.items()}
-    found = find(own_decoders.equinox_decoder, "float32", changed).exact.values
-    for name, read in found.items():
-        np.testing.assert_array_equal(read(), changed[name].astype(np.float32))
-    shapes = equinox.filter_eval_shape(own_decoders.equinox_decoder)  # values come from params
-    np.testing.assert_array_equal(
-        find(shapes, "float32", own).exact.values["head.weight"](), own["head.weight"]
-    )
+    for name, value in read_all(find(EQUINOX, params=changed).exact.values).items():
+        np.testing.assert_array_equal(value, changed[name].astype(np.float32))
+    shapes = find(equinox.filter_eval_shape(EQUINOX), params=own)  # values come from params
+    name = "head.weight"
+    np.testing.assert_array_equal(shapes.exact.values[name](), own[name])
 
 
 def breaks():
@@ -210,20 +202,24 @@ class Wrong:
         return ()
 
 
-EQUINOX = own_decoders.equinox_decoder
-MISTAKES = [
-    (own_decoders.NnxDecoder, None, "expected a class that takes no"),
-    (breaks, None, "cannot make the model of breaks: ValueError: no"),
-    (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
-    (Wrong(None), None, "vocab_size: expected an integer of 1 or more, found"),
-    (own_decoders.linen_decoder, None, "expected model.params beside"),
-    (EQUINOX, {"tail": np.ones(3, np.float32)}, "params: expected the names of the parameters of"),
-    (lambda: equinox.filter_eval_shape(EQUINOX), None, "embed.weight: expected a value, found the"),
-]
-
-
 def test_a_mistake_is_explained():
-    for module, params, expected in MISTAKES:
+    for module, params, expected in (
+        (own_decoders.NnxDecoder, None, "expected a class that takes no"),
+        (breaks, None, "cannot make the model of breaks: ValueError: no"),
+        (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
+        (Wrong(None), None, "vocab_size: expected an integer of 1 or more, found"),
+        (own_decoders.linen_decoder, None, "expected model.params beside"),
+        (
+            EQUINOX,
+            {"tail": np.ones(3, np.float32)},
+            "params: expected the names of the parameters of",
+        ),
+        (
+            lambda: equinox.filter_eval_shape(EQUINOX),
+            None,
+            "embed.weight: expected a value, found the",
+        ),
+    ):
         with pytest.raises((ManifestError, BuildError)) as caught:
             find(module, params=params)
         assert expected in str(caught.value)

@@ -6,19 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from tests.extent import examples, one_in
 
-from prejit.compiler.lowering.sampling_programs import (
-    TOP_LOGPROBS,
-    Chosen,
-    SamplingInputs,
-    _adjusted,
-    _kept,
-    _threefry,
-    record,
-    sample,
-    sample_each,
-)
+from prejit.compiler.lowering import sampling_programs as programs
+from prejit.compiler.lowering.sampling_programs import TOP_LOGPROBS, record
 from prejit.runtime.generation.options import Sampling
 from prejit.runtime.generation.sampling_arguments import arrays, history_row
 
@@ -26,14 +18,20 @@ V = 40
 PROMPT = [1, 2, 2, 5, 30]
 GENERATED = [5, 7, 7, 7, 31]
 DRAWS = 20_000
-sampled = jax.jit(sample)
-kept = jax.jit(lambda logits, inputs, h: _kept(_adjusted(logits, inputs, lambda: h), inputs))
+sampled = jax.jit(programs.sample)
+
+
+@jax.jit
+def kept(logits, inputs, history):
+    return programs._kept(programs._adjusted(logits, inputs, lambda: history), inputs)
 
 
 def inputs_of(rows, vocab, logprobs=0):
     found = arrays(rows, vocab, [logprobs] * len(rows))
     bias = np.zeros((len(rows), vocab), np.float32)
-    return SamplingInputs(**{"bias": bias} | {k: v for k, v in found.items() if v is not None})
+    return programs.SamplingInputs(
+        **{"bias": bias} | {k: v for k, v in found.items() if v is not None}
+    )
 
 
 def choose(logits, rows, *, prompt=(), generated=(), position=None, logprobs=0):
@@ -43,7 +41,7 @@ def choose(logits, rows, *, prompt=(), generated=(), position=None, logprobs=0):
     at = np.zeros(count) if position is None else np.asarray(position)
     inputs = inputs_of(rows, vocab, logprobs)
     chosen = sampled(jnp.asarray(logits, jnp.float32), inputs, history, at.astype(np.int32))
-    return Chosen(*(np.asarray(value) for value in chosen))
+    return programs.Chosen(*(np.asarray(value) for value in chosen))
 
 
 def reference(logits, sampling, prompt, generated):
@@ -81,23 +79,14 @@ def reference(logits, sampling, prompt, generated):
     return probabilities / probabilities.sum(), margin
 
 
-def chi_squared(counts, probabilities):
-    """Pearson's statistic and its degrees of freedom; rare outcomes are counted as one."""
-    possible = probabilities > 0
-    assert not counts[~possible].any()
-    expected = probabilities[possible] * counts.sum()
-    counts = counts[possible]
-    rare = expected < 5
-    if rare.any():
-        expected = np.append(expected[~rare], expected[rare].sum())
-        counts = np.append(counts[~rare], counts[rare].sum())
-    return float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
-
-
-def critical(freedom):
-    """What chi-squared exceeds once in 10,000 times (Wilson and Hilferty 1931); seeds here are fixed."""
-    part = 2 / (9 * freedom)
-    return freedom * (1 - part + 3.719 * np.sqrt(part)) ** 3
+def assert_drawn_from(probabilities, draws):
+    """Fails by chance once in 10,000 times; seeds here are fixed. Rare outcomes count as one."""
+    counts = np.bincount(draws, minlength=len(probabilities))
+    expected = probabilities * len(draws)
+    assert not counts[expected == 0].any()
+    is_rare = expected < 5
+    found, wanted = (np.append(x[~is_rare], x[is_rare].sum()) for x in (counts, expected))
+    assert stats.chisquare(found[wanted > 0], wanted[wanted > 0]).pvalue > 1e-4
 
 
 def seeded(number, **options):
@@ -153,9 +142,7 @@ def test_draws_of_one_seed_along_its_positions_follow_the_distribution_of_the_re
     expected, _ = reference(logits, Sampling(**options), PROMPT, GENERATED)
     rows = [Sampling(seed=2**63 + 5, **options)] * DRAWS
     text = {"prompt": PROMPT, "generated": GENERATED, "position": np.arange(DRAWS)}
-    counts = np.bincount(choose(np.tile(logits, (DRAWS, 1)), rows, **text).token, minlength=V)
-    statistic, freedom = chi_squared(counts, expected)
-    assert statistic < critical(freedom)
+    assert_drawn_from(expected, choose(np.tile(logits, (DRAWS, 1)), rows, **text).token)
 
 
 @pytest.mark.parametrize("other", one_in(3, ["next position", "next seed", "upper half"]))
@@ -164,16 +151,14 @@ def test_seeds_and_positions_give_independent_draws(other):
     vocab = 6
     logits = np.tile(np.linspace(-1, 1, vocab, dtype=np.float32), (DRAWS, 1))
     seeds = np.arange(DRAWS)
-    shifted = {"next seed": seeds + 1, "upper half": seeds + 2**32, "next position": seeds}[other]
-    first = choose(logits, [Sampling(temperature=1.0, seed=int(s)) for s in seeds]).token
-    rows = [Sampling(temperature=1.0, seed=int(s)) for s in shifted]
-    second = choose(logits, rows, position=np.full(DRAWS, int(other == "next position"))).token
+    shifted = seeds + {"next seed": 1, "upper half": 2**32, "next position": 0}[other]
+    rows = [[Sampling(temperature=1.0, seed=int(s)) for s in each] for each in (seeds, shifted)]
+    first = choose(logits, rows[0]).token
+    second = choose(logits, rows[1], position=np.full(DRAWS, other == "next position")).token
     expected, _ = reference(logits[0], Sampling(temperature=1.0), [], [])
     # Pairs of neighbouring seeds share a draw; every second pair does not.
     pairs = (first * vocab + second)[:: 2 if other == "next seed" else 1]
-    counts = np.bincount(pairs, minlength=vocab**2)
-    statistic, freedom = chi_squared(counts, np.outer(expected, expected).ravel())
-    assert statistic < critical(freedom)
+    assert_drawn_from(np.outer(expected, expected).ravel(), pairs)
 
 
 def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch():
@@ -187,22 +172,19 @@ def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch():
         Sampling(temperature=0.4, seed=2**64 - 1, logit_bias={4: 3.0, 5: -np.inf}),
         Sampling(presence_penalty=1.0, logit_bias={9: 1.0}),
     ]
-    for position in range(20):
+    text = {"prompt": PROMPT, "generated": GENERATED}
 
-        def tokens(order, at=position):
-            chosen = choose(
-                logits[order],
-                [rows[row] for row in order],
-                prompt=PROMPT,
-                generated=GENERATED,
-                position=[at + row for row in order],
-            )
-            return dict(zip(order, chosen.token.tolist(), strict=True))
+    def tokens(*order, at):
+        asked = [rows[row] for row in order]
+        position = [at + row for row in order]
+        found = choose(logits[[*order]], asked, position=position, **text).token.tolist()
+        return dict(zip(order, found, strict=True))
 
-        together = tokens(range(6))
-        assert tokens([3, 5, 0, 4, 2, 1]) == together
-        assert tokens([4, 1, 2]) == {row: together[row] for row in (4, 1, 2)}
-        assert {row: tokens([row])[row] for row in range(6)} == together
+    for at in range(20):
+        together = tokens(*range(6), at=at)
+        assert tokens(3, 5, 0, 4, 2, 1, at=at) == together
+        assert tokens(4, 1, 2, at=at) == {row: together[row] for row in (4, 1, 2)}
+        assert {row: tokens(row, at=at)[row] for row in range(6)} == together
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -238,13 +220,12 @@ def test_extreme_values_give_allowed_tokens_not_nan():
         {"logit_bias": forbidden},
         {"logit_bias": forbidden, "top_k": 5, "top_p": 0.5, "min_p": 0.5},
     ):
+        allowed = {0, 1} if forbidden in options.values() else {*range(4)}
         for temperature in (0.0, 1e-38, 1.0, 3e38):
             rows = seeded(8, temperature=temperature, **options)
             with jax.debug_nans(True):
                 tokens = choose(logits, rows, prompt=[0, 1, 2, 3], generated=[0, 1]).token
-            assert set(tokens.tolist()) <= (
-                {0, 1} if forbidden in options.values() else {*range(4)}
-            )
+            assert set(tokens.tolist()) <= allowed
     # Both positive logits would be infinite: they are equal instead.
     both = choose(logits, seeded(8, temperature=1.0, repetition_penalty=1e-38), prompt=[0, 1, 2, 3])
     assert set(both.token.tolist()) == {0, 2}
@@ -255,7 +236,7 @@ def test_extreme_values_give_allowed_tokens_not_nan():
 def test_greedy_takes_the_first_of_equal_logits_beside_a_sampled_row_too():
     logits = np.zeros((40, V), np.float32)
     logits[1::2, [8, 12]] = 2
-    rows = [Sampling(seed=seed) for seed in range(40)]
+    rows = seeded(40)
     assert choose(logits, rows).token.tolist() == [0, 8] * 20
     beside = [*rows[:-1], Sampling(temperature=1.0)]
     assert choose(logits, beside).token[:-1].tolist() == ([0, 8] * 20)[:-1]
@@ -307,9 +288,8 @@ def test_history_counts_tokens_of_live_rows_as_the_host_does():
 def test_random_bits_are_those_of_threefry(words):
     from jax.extend.random import threefry_2x32
 
-    key, counter = jnp.array(words[:2], jnp.uint32), jnp.array(words[2:], jnp.uint32)
-    ours = _threefry((key[0], key[1]), (counter[0], counter[1]))
-    assert int(ours) == int(threefry_2x32(key, counter)[0])
+    pairs = [jnp.array(words[at : at + 2], jnp.uint32) for at in (0, 2)]
+    assert int(programs._threefry(*map(tuple, pairs))) == int(threefry_2x32(*pairs)[0])
 
 
 @settings(deadline=None, max_examples=examples(10, 25))
@@ -328,7 +308,7 @@ def test_choosing_after_several_is_after_each(seed, penalised, greedy):
         frequency_penalty=0.7 if penalised else 0.0,
     )
     inputs = inputs_of([wanted, Sampling(temperature=0.5, top_k=5)], V, logprobs=1)
-    together = jax.jit(sample_each)(logits, inputs, tokens, history, start)
+    together = jax.jit(programs.sample_each)(logits, inputs, tokens, history, start)
     for at in range(count):
         history = record(history, tokens[:, at], jnp.ones(rows, jnp.int32))
         alone = sampled(logits[:, at], inputs, history, start + at + 1)

@@ -44,15 +44,13 @@ class Project:
         return find_code(self.plan.manifest)
 
 
-def project(directory, module, **others):
+def project(directory, module, manifest=MANIFEST, **others):
     """A manifest with a module beside it, and other files by name."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "m.toml").write_text(MANIFEST)
-    (directory / "mymodel.py").write_text(module)
-    for name, content in others.items():
+    for name, content in {"mymodel": module, **others}.items():
         path = directory / f"{name.replace('__', '/')}.py"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
+    (directory / "m.toml").write_text(manifest)
     store = DirectoryStore.open(directory / "cache")
     return Project(plan_build(read_manifest(directory / "m.toml"), store), store)
 
@@ -70,9 +68,8 @@ class PanicException(BaseException):  # as pyo3's
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_module_or_a_trace_that_fails_has_its_line(tmp_path):
+    for line, message in (
         ("import sys; sys.exit(0)", "SystemExit: 0"),
         ("raise PanicException('a panic')", "PanicException: a panic"),
         ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
@@ -82,17 +79,15 @@ class PanicException(BaseException):  # as pyo3's
         ("def f(x): return f(x)", "RecursionError: "),
         ("def f(x): return x + jax.numpy.ones(4)", "TypeError: "),
         ("def f(x): raise KeyboardInterrupt", ""),
-    ],
-)
-def test_a_module_or_a_trace_that_fails_has_its_line(tmp_path, line, message):
-    kind, said = ManifestError, "program 'p': function: cannot import 'mymodel': "
-    if "def f" in line:
-        kind, said = BuildError, "program p: cannot lower mymodel:f: "
-    with pytest.raises(kind if message else KeyboardInterrupt) as caught:
-        lower(project(tmp_path, f"import jax, sys{PANIC}\n{line}\n"))
-    if message:
-        assert f"m.toml: {said}{message}" in str(caught.value)
-        assert f"({tmp_path / 'mymodel.py'}, line 5)" in str(caught.value)
+    ):
+        kind, said = ManifestError, "program 'p': function: cannot import 'mymodel': "
+        if "def f" in line:
+            kind, said = BuildError, "program p: cannot lower mymodel:f: "
+        with pytest.raises(kind if message else KeyboardInterrupt) as caught:
+            lower(project(tmp_path, f"import jax, sys{PANIC}\n{line}\n"))
+        if message:
+            assert f"m.toml: {said}{message}" in str(caught.value)
+            assert f"({tmp_path / 'mymodel.py'}, line 5)" in str(caught.value)
 
 
 def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path):
@@ -102,25 +97,21 @@ def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path):
     with pytest.raises(ManifestError, match=r"'f' of 'mymodel': SystemExit: 4 .*line 2\)"):
         lower(project(tmp_path, module))
     for name in ("glob", "time"):
-        found = project(tmp_path, "", **{name: "def f(x):\n    return x\n"})
-        manifest = found.plan.manifest.path
-        manifest.write_text(MANIFEST.replace("mymodel", name))
+        manifest, other = MANIFEST.replace("mymodel", name), {name: "def f(x):\n    return x\n"}
         expected = rf"expected '{name}' to be {tmp_path}/{name}.py"
         with pytest.raises(ManifestError, match=expected) as caught:
-            find_code(read_manifest(manifest))
+            _ = project(tmp_path, "", manifest, **other).code
         assert caught.value.hint == f"rename {tmp_path}/{name}.py"
 
 
 def test_unreadable_parameters_are_named_with_the_program(tmp_path):
-    project(tmp_path, "def f(params, x):\n    return x\n")
     (tmp_path / "p.safetensors").touch()
     (tmp_path / "directory").mkdir()
-    path = tmp_path / "m.toml"
     for params in ("p.safetensors", "directory"):
-        path.write_text(MANIFEST.replace("args =", f'params = "{params}"\nargs ='))
-        said = rf"{path}: program 'p': params: .*{params}: "
+        manifest = MANIFEST.replace("args =", f'params = "{params}"\nargs =')
+        said = rf"{tmp_path}/m.toml: program 'p': params: .*{params}: "
         with pytest.raises(CheckpointError, match=said) as caught:
-            find_code(read_manifest(path))
+            _ = project(tmp_path, "def f(params, x):\n    return x\n", manifest).code
         assert "write" in str(caught.value.hint) or "save" in str(caught.value.hint)
 
 
@@ -128,27 +119,23 @@ def test_unreadable_parameters_are_named_with_the_program(tmp_path):
 def built(warm, tmp_path):
     """Builds a project of a module in a process of its own, which the user's code may break."""
 
-    def built(module):
+    def built(module, status=0):
         project(tmp_path, module)
         places = ("--cache", tmp_path / "cache", "-o", tmp_path / "artifacts", "--json")
-        return warm.prejit("build", tmp_path / "m.toml", *places, timeout=120, quick=True)
+        done = warm.prejit("build", tmp_path / "m.toml", *places, timeout=120, quick=True)
+        assert done.returncode == status, done.stderr
+        if status == 0:  # one process has written the bundle, and said so
+            [found] = json.loads(done.stdout)
+            assert (found["compiled"], found["written"]) == (1, True)
+        return done.stderr
 
     return built
 
 
-def assert_written(done):
-    """One process has written the bundle, and said so."""
-    assert done.returncode == 0, done.stderr
-    [found] = json.loads(done.stdout)
-    assert (found["compiled"], found["written"]) == (1, True)
-
-
 def test_code_cannot_end_prejit_without_an_error(tmp_path, built):
+    said = rf"'?p'?: .*SystemExit: os._exit\(0\) \({tmp_path}/mymodel.py"
     for code, status in (("os._exit(0)", 2), ("def f(x):\n    os._exit(0)", 1)):
-        done = built(f"import os\n{code}\n")
-        assert done.returncode == status
-        said = rf"'?p'?: .*SystemExit: os._exit\(0\) \({tmp_path}/mymodel.py"
-        assert re.search(said, done.stderr)
+        assert re.search(said, built(f"import os\n{code}\n", status))
 
 
 def test_a_fork_ends_where_it_leaves_a_function(built):
@@ -165,10 +152,26 @@ def f(x):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
     return x * 2
 """
-    done = built(module)
-    assert_written(done)
     # Once in each of its two traces: not where it ends by itself.
-    assert done.stderr.count("prejit ends that process") == 2
+    assert built(module).count("prejit ends that process") == 2
+
+
+def test_what_code_replaces_is_put_back_and_what_it_prints_does_not_come_between_json(built):
+    module = """
+import builtins, os, subprocess, sys
+print("printed on import")
+os.write(1, b"written on import\\n")
+subprocess.run(["echo", "of a child"], check=True)
+builtins.__dict__.pop("open"); sys.modules.pop("hashlib"); os.replace = print
+
+def f(x):
+    print("printed while traced")
+    builtins.open = sys.modules["hashlib"] = None
+    return x * 2
+"""
+    said = built(module)
+    for text in ("printed on", "written on", "of a child", "printed while"):
+        assert text in said
 
 
 NAMED = """
@@ -189,27 +192,23 @@ head = Head()
 
 
 def test_names_are_checked_before_a_trace(tmp_path):
-    found, path = project(tmp_path, NAMED), tmp_path / "m.toml"
     save_file({"kernel": np.ones((8, 4), np.float32)}, tmp_path / "w.safetensors")
     both = 'args = { state = "float32[3]", x = "float32[3]" }'
-    of_function = 'args = "mymodel:args"'
+    of_function, wide = 'args = "mymodel:args"', both.replace("float32", "float64", 1)
     for section, message, hint in (
         (f'{of_function}\ndonate = ["sate"]', r"donate: .*\(did you mean \"state\"\?\)", ""),
         (f"{of_function}\ndonate = [9]", r"donate: .* one of \"state\", \"x\"; found 9", ""),
         (f'{of_function}\nmask = "xx"\npad = "unchecked"', r"mask: .*mean \"x\"\?", ""),
         (f'{both}\nstatic = {{ knd = ["a"] }}', r"static: .* x, kind; found knd \(.*\"kind\"", ""),
-        (
-            both.replace("float32", "float64", 1),
-            r"args\['state'\]: .* 32 bits",
-            "write float32, as jax computes; calls may still pass float64",
-        ),
+        (wide, r"args\['state'\]: .* 32 bits", "write float32, as jax computes; calls may still"),
         ('args = ["float32[4]"]\nparams = "w.safetensors"', r"params: kernel: .*\[4, 8\]", ""),
     ):
         text = MANIFEST.replace('args = { x = "float32[3]" }', section)
-        path.write_text(text.replace(":f", ":head") if "params" in section else text)
-        plan = plan_build(read_manifest(path), found.store)
+        found = project(
+            tmp_path, NAMED, text.replace(":f", ":head") if "params" in section else text
+        )
         with pytest.raises(ManifestError, match=rf"m.toml: program 'p': {message}") as raised:
-            check_planned(plan, found.store)
+            check_planned(found.plan, found.store)
         assert str(raised.value.hint).startswith(hint)
 
 
@@ -225,18 +224,13 @@ def by_rows(function):
 f = """
 
 
-MADE = ["jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"]
-
-
-@pytest.mark.parametrize("made", MADE)
-def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path, made):
-    found = project(tmp_path, WRAPPED + made)
-    (tmp_path / "m.toml").write_text(MANIFEST.replace("[3]", "[3, 3]"))
-    plan = plan_build(read_manifest(tmp_path / "m.toml"), found.store)
+def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path):
     expected = r"'p': args: expected a list, .* x by position"
-    with pytest.raises(ManifestError, match=expected) as caught:
-        lower(Project(plan, found.store))
-    assert caught.value.hint == "list the arguments in their order, as in args = [...]"
+    manifest = MANIFEST.replace("[3]", "[3, 3]")
+    for made in ("jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"):
+        with pytest.raises(ManifestError, match=expected) as caught:
+            lower(project(tmp_path, WRAPPED + made, manifest))
+        assert caught.value.hint == "list the arguments in their order, as in args = [...]"
     for alike in ("jax.checkpoint(g)", "functools.partial(g)"):
         assert len(lower(project(tmp_path / alike, WRAPPED + alike)).results) == 1
 
@@ -254,22 +248,7 @@ f = Scale(np.linspace(0, 1, 3))
 """
     found = project(tmp_path, module)
     lower(found)
-    values = values_of(found.code, "p")
-    assert [str(value.dtype) for value in values.values()] == ["float32"]
-
-
-SCALED = "import jax\nimport helper\n\ndef f(x):\n    return x * helper.FACTOR\n"
-
-
-def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path):
-    path, modules = list(sys.path), set(sys.modules)
-    both = [project(tmp_path / f"{n}", SCALED, helper=f"FACTOR = {n}\n") for n in (2, 3, 3)]
-    first, second, again = (lower(each).portable.raw_digest for each in both)
-    assert first != second
-    assert second == again
-    assert lower(both[0]).portable.raw_digest == first, "used again after the other"
-    assert sys.path == path
-    assert not {"mymodel", "helper"} & (set(sys.modules) - modules)
+    assert [str(each.dtype) for each in values_of(found.code, "p").values()] == ["float32"]
 
 
 SETTING = """
@@ -329,31 +308,17 @@ class Scale:
 """
 
 
-def test_relative_imports_and_names_of_modules_work(tmp_path):
+def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path):
+    path, modules = list(sys.path), set(sys.modules)
     files = {"lib__scales": SCALES, "lib__late": "LATE = 1\n", "more__added": "ADDED = {}\n"}
-    lowered = []
-    for n in (1, 2):
+    projects = []
+    for n in (1, 2, 2):
         others = {name: content.format(n) for name, content in files.items()}
-        lowered.append(lower(project(tmp_path / f"{n}", BY_NAME, **others)))
-    assert lowered[0].results == lowered[1].results
-    assert lowered[0].portable.raw_digest != lowered[1].portable.raw_digest
-    assert not {"mymodel", "lib", "lib.scales", "added"} & set(sys.modules)
-
-
-def test_what_code_replaces_is_put_back_and_what_it_prints_does_not_come_between_json(built):
-    module = """
-import builtins, os, subprocess, sys
-print("printed on import")
-os.write(1, b"written on import\\n")
-subprocess.run(["echo", "of a child"], check=True)
-builtins.__dict__.pop("open"); sys.modules.pop("hashlib"); os.replace = print
-
-def f(x):
-    print("printed while traced")
-    builtins.open = sys.modules["hashlib"] = None
-    return x * 2
-"""
-    done = built(module)
-    assert_written(done)
-    for text in ("printed on", "written on", "of a child", "printed while"):
-        assert text in done.stderr
+        projects.append(project(tmp_path / f"{n}", BY_NAME, **others))
+    first, second, again = map(lower, projects)
+    assert first.results == second.results
+    assert first.portable.raw_digest != second.portable.raw_digest == again.portable.raw_digest
+    used_again = lower(projects[0])
+    assert used_again.portable.raw_digest == first.portable.raw_digest
+    assert sys.path == path
+    assert not {"mymodel", "lib", "lib.scales", "added"} & (set(sys.modules) - modules)

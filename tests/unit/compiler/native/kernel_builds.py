@@ -55,14 +55,8 @@ def load(level, cache, sources, flags=()):
 
 def sanitized(driver, sources, sanitizers, cache, level=None, flags=()):
     """Compile a driver with some sources under sanitizers, without optimizing, which takes twice as long."""
-    flags = (
-        *flags,
-        "-O0",
-        "-g",
-        f"-fsanitize={sanitizers}",
-        "-fno-sanitize-recover=all",
-        f"-I{SOURCES}",
-    )
+    checks = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+    flags = (*flags, "-O0", "-g", *checks, f"-I{SOURCES}")
     return _compiled(level or highest_level(), cache, *flags, driver, *sources)
 
 

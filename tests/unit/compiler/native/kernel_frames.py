@@ -10,16 +10,9 @@ from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_voi
 import ml_dtypes
 import numpy as np
 
-_NUMBERS = {
-    np.int8: 2,
-    np.int16: 3,
-    np.int32: 4,
-    np.uint32: 8,
-    np.float16: 10,
-    np.float32: 11,
-    ml_dtypes.bfloat16: 16,
-}
-_DTYPES = {np.dtype(dtype): number for dtype, number in _NUMBERS.items()}
+_NUMBERS = {np.int8: 2, np.int16: 3, np.int32: 4, np.uint32: 8, np.float16: 10, np.float32: 11}
+_DTYPES = {np.dtype(each): number for each, number in _NUMBERS.items()}
+_DTYPES[np.dtype(ml_dtypes.bfloat16)] = 16
 """The number that XLA_FFI_DataType gives each dtype."""
 _BUFFER = 1
 """XLA_FFI_ArgType_BUFFER, which is XLA_FFI_RetType_BUFFER too."""
@@ -83,10 +76,8 @@ def call(library, kernel, arguments, results, **attributes):
     handler.restype, handler.argtypes = c_void_p, (POINTER(_CallFrame),)
     buffers = [[_buffer(array) for array in arrays] for arrays in (arguments, results)]
     names = sorted(attributes)
-    values = [
-        np.array(value, np.float32 if isinstance(value, float) else np.int32)
-        for _, value in sorted(attributes.items())
-    ]
+    values = [np.array(attributes[name]) for name in names]
+    values = [v.astype(np.float32 if v.dtype == float else np.int32) for v in values]
     scalars = [_Scalar(_DTYPES[value.dtype], value.ctypes.data) for value in values]
     spans = [_Span(name.encode(), len(name)) for name in names]
     frame = _CallFrame(

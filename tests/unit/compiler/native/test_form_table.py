@@ -10,19 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.threads import in_threads
 
-from prejit.compiler.native.form_table import (
-    LEAST_BYTES,
-    MARGIN,
-    Conditions,
-    FormTable,
-    KnownForms,
-    Measured,
-    fastest_form,
-    merge_into,
-    read_own,
-    read_table,
-    to_text,
-)
+from prejit.compiler.native import form_table as tables
+from prejit.compiler.native.form_table import Conditions, FormTable, KnownForms, Measured
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime.errors import RejectError, StoreError
 
@@ -46,11 +35,10 @@ products = st.builds(Product, dtypes, st.integers(1, 10_000), sizes, sizes, st.b
 
 @st.composite
 def any_measured(draw):
-    product = draw(products)
-    forms = draw(st.sets(st.sampled_from(product.forms), min_size=1))
-    text = st.text(max_size=4)
+    product, text = draw(products), st.text(max_size=4)
+    forms = st.sampled_from(product.forms)
+    times = draw(st.dictionaries(forms, st.integers(1, 10**12), min_size=1))
     conditions = draw(st.builds(Conditions, text, text, st.integers(1, 512), text, text, text))
-    times = {form: draw(st.integers(1, 10**12)) for form in forms}
     return Measured(product, times, conditions, draw(st.dates()).isoformat())
 
 
@@ -59,32 +47,33 @@ def any_measured(draw):
 def test_a_written_table_is_read_as_it_was(entries):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "forms.json")
-        path.write_text(to_text(FormTable(tuple(entries))), encoding="ascii")
-        found = read_table(path)
-    assert found.by_conditions == FormTable(tuple(entries)).by_conditions
-    assert to_text(found.merged(FormTable())) == to_text(FormTable().merged(found))
+        path.write_text(tables.to_text(table(*entries)), encoding="ascii")
+        found = tables.read_table(path)
+    assert found.by_conditions == table(*entries).by_conditions
+    assert tables.to_text(found.merged(FormTable())) == tables.to_text(FormTable().merged(found))
 
 
 def test_the_fastest_form_counts_in_the_order_of_who_says_it():
-    assert fastest_form(measured(kernel=1000, loop=1001), LARGE) == KERNEL
-    assert fastest_form(measured(kernel=1000, loop=999), LARGE) == KERNEL
-    assert fastest_form(measured(kernel=1000, loop=round(1000 / MARGIN) - 1), LARGE) == LOOP
-    assert fastest_form(measured(widened_dot=5, loop=9), LARGE) == WIDENED
     many = replace(LARGE, rows=512)
     assert LOOP not in many.forms
-    assert fastest_form(measured(kernel=10, loop=1), many) == KERNEL
-    assert fastest_form(measured(loop=1), many) is None
-    known = KnownForms(own=table(measured(loop=1)))
-    assert known.choice(many, HERE).form == KERNEL
-    assert known.choice(many, HERE).measured is None
+    for times, product, form in (
+        ({"kernel": 1000, "loop": 1001}, LARGE, KERNEL),
+        ({"kernel": 1000, "loop": 999}, LARGE, KERNEL),
+        ({"kernel": 1000, "loop": round(1000 / tables.MARGIN) - 1}, LARGE, LOOP),
+        ({"widened_dot": 5, "loop": 9}, LARGE, WIDENED),
+        ({"kernel": 10, "loop": 1}, many, KERNEL),
+        ({"loop": 1}, many, None),
+    ):
+        assert tables.fastest_form(measured(**times), product) == form, times
+    choice = KnownForms(own=table(measured(loop=1))).choice(many, HERE)
+    assert (choice.form, choice.measured) == (KERNEL, None)
     given = table(measured(loop=1, kernel=9))
     own = table(measured(widened_dot=1, kernel=9))
     recorded = table(measured(kernel=1, loop=9))
-    none = FormTable()
     for known, form in (
         (KnownForms(given, own, recorded), LOOP),
-        (KnownForms(none, own, recorded), WIDENED),
-        (KnownForms(none, none, recorded), KERNEL),
+        (KnownForms(FormTable(), own, recorded), WIDENED),
+        (KnownForms(FormTable(), FormTable(), recorded), KERNEL),
         (KnownForms(), KERNEL),
     ):
         assert known.choice(LARGE, HERE).form == form
@@ -100,8 +89,8 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     recorded = KnownForms(recorded=table(measured(conditions=replace(HERE, cpu="Intel Xeon"))))
     assert recorded.missing([LARGE], HERE) == ()
     assert recorded.missing([LARGE], HERE, fresh=True) == (LARGE,)
-    edge = Product("int8", 1, LEAST_BYTES // 64, 64, False)
-    smaller = Product("int8", 1, LEAST_BYTES // 64 - 1, 64, False)
+    edge = Product("int8", 1, tables.LEAST_BYTES // 64, 64, False)
+    smaller = Product("int8", 1, tables.LEAST_BYTES // 64 - 1, 64, False)
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)
     only_dot = Product("float32", 1, 4096, 4096, True)
     assert KnownForms().missing([SMALL, only_dot], HERE, fresh=True) == (SMALL,)
@@ -115,9 +104,8 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     assert (choice.form, choice.measured) == (LOOP, near)
     # Sizes count by how many times they differ, not by how much: 64 is nearer to 32 than 4 is.
     assert known.choice(replace(LARGE, rows=32), HERE).measured == far
-    there = replace(HERE, level="x86-64-v2")
     own_level = measured(replace(LARGE, rows=512, inputs=16), kernel=1)
-    other_level = measured(LARGE, there, loop=1, kernel=9)
+    other_level = measured(LARGE, replace(HERE, level="x86-64-v2"), loop=1, kernel=9)
     only_other = KnownForms(recorded=table(other_level))
     assert only_other.choice(LARGE, HERE).measured == other_level
     assert only_other.missing([LARGE], HERE) == (LARGE,)
@@ -135,34 +123,33 @@ def test_a_float32_copy_of_a_head_is_tried():
 
 def test_builds_that_measure_at_once_lose_nothing(tmp_path):
     path = tmp_path / "forms.json"
-    sizes = range(1, 25)
 
-    def add(rows):
-        merge_into(path, table(measured(replace(LARGE, rows=rows), kernel=5, widened_dot=7)))
+    def add(number):
+        tables.merge_into(path, table(measured(replace(LARGE, rows=number + 1), kernel=5)))
 
-    in_threads(24, lambda number: add(number + 1))
-    assert sorted(m.product.rows for m in read_table(path).entries) == list(sizes)
+    in_threads(24, add)
+    assert sorted(m.product.rows for m in tables.read_table(path).entries) == [*range(1, 25)]
     assert {file.name for file in tmp_path.iterdir()} == {path.name, f".{path.name}.lock"}
 
 
 def test_a_damaged_own_table_is_begun_anew_and_a_named_one_must_be_there(tmp_path):
     path = tmp_path / "forms.json"
-    path.write_text(to_text(table(measured()))[:-9])
-    assert read_own(path) == FormTable()
-    merge_into(path, table(measured(SMALL)))
-    assert read_table(path) == table(measured(SMALL))
+    path.write_text(tables.to_text(table(measured()))[:-9])
+    assert tables.read_own(path) == FormTable()
+    tables.merge_into(path, table(measured(SMALL)))
+    assert tables.read_table(path) == table(measured(SMALL))
     path = tmp_path / "none.json"
     with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
-        read_table(path)
-    assert read_own(path) == FormTable()
+        tables.read_table(path)
+    assert tables.read_own(path) == FormTable()
     for content in (b"", b"\xff", b"[" * 100_000, b'{"version": 1,}'):
         path.write_bytes(content)
         with pytest.raises(RejectError, match="expected a table of forms"):
-            read_table(path)
+            tables.read_table(path)
 
 
 def test_an_error_names_the_file_and_the_key(tmp_path):
-    path, data = tmp_path / "given.json", json.loads(to_text(table(measured())))
+    path, data = tmp_path / "given.json", json.loads(tables.to_text(table(measured())))
 
     def section(**changed):
         return {**data, "measured": [{**data["measured"][0], **changed}]}
@@ -177,6 +164,6 @@ def test_an_error_names_the_file_and_the_key(tmp_path):
     ):
         path.write_text(json.dumps(changed))
         with pytest.raises(RejectError, match=message) as raised:
-            read_table(path)
+            tables.read_table(path)
         assert str(path) in str(raised.value)
         assert raised.value.hint is not None

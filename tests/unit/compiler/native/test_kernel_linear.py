@@ -43,44 +43,31 @@ KINDS = (*map(str, DTYPES), WITH_ZEROS)
     ],
     ids=lambda param: " ".join(filter(None, param)),
 )
-def chosen(request):
-    """A level, one of the multipliers that it can have, and whether a model is what it computes with."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def multiplier(chosen):
-    """What multiplies many rows."""
-    return chosen[1]
-
-
-@pytest.fixture(scope="module")
-def kernels(chosen, build_cache):
-    """The library of a level, once with each multiplier that it can have."""
-    level, multiplier, is_model = chosen
+def kernels(request, build_cache):
+    """The library of a level, once with each multiplier of many rows that it can have, or a model of it."""
+    level, multiplier, is_model = request.param
     if level != LEVELS[-1] and not is_model:  # nothing to choose
-        return kernel_builds.product_library(level, build_cache)
-    sources, flags = [*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE], ()
-    if is_model:
-        level, sources, flags = kernel_builds.with_tiles(level, sources)
-    library = kernel_builds.load(level, build_cache, sources, flags)
-    has_it = library.use_multiplier(MULTIPLIERS.index(multiplier))
-    if multiplier == "avx512bf16":  # Tiles may be refused by a sandbox although the CPU has them.
-        needed = {"avx512bf16", "avx512vbmi"}
-        assert bool(has_it) == (needed <= set(Fingerprint.current().cpu_features))
-    if not has_it:
-        pytest.skip(f"this machine has no {multiplier}")
+        library = kernel_builds.product_library(level, build_cache)
+    else:
+        sources, flags = [*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE], ()
+        if is_model:
+            level, sources, flags = kernel_builds.with_tiles(level, sources)
+        library = kernel_builds.load(level, build_cache, sources, flags)
+        has_it = library.use_multiplier(MULTIPLIERS.index(multiplier))
+        if (
+            multiplier == "avx512bf16"
+        ):  # Tiles may be refused by a sandbox although the CPU has them.
+            needed = {"avx512bf16", "avx512vbmi"}
+            assert bool(has_it) == (needed <= set(Fingerprint.current().cpu_features))
+        if not has_it:
+            pytest.skip(f"this machine has no {multiplier}")
+    library.multiplier = multiplier
     return library
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # what is right is computed once for all kernels
 class Case:
-    """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias.
-
-    The factors of int4 are [N, groups], or [2, N, groups] with the zero points.
-
-    Each is equal to itself alone, so that what is right is computed once for all kernels.
-    """
+    """x [..., K] and weights [N, K]; factors of int4 are [N, groups], or [2, N, groups] with zero points."""
 
     x: Any
     weights: tuple[Any, ...]
@@ -225,19 +212,15 @@ def drawn(seed, shape, dtype, *, bias=False, gated=False, residual=False, activa
 @settings(max_examples=examples(4, 60), deadline=None)
 @given(data=st.data())
 def test_any_size_and_flags_are_as_numpys(kernels, data):
-    few, many = st.integers(0, 40), st.integers(120, 200)
-    rows = data.draw(st.one_of(few, many), label="rows")
-    inputs = data.draw(st.one_of(st.integers(0, 100), st.integers(370, 420)), label="inputs")
-    outputs = data.draw(st.integers(0, 150), label="outputs")
-    flags = {name: data.draw(st.booleans(), label=name) for name in ("bias", "gated", "residual")}
-    case = drawn(
-        data.draw(st.integers(0, 1000), label="seed"),
-        (rows, inputs, outputs),
-        data.draw(st.sampled_from(KINDS), label="dtype"),
-        activation=data.draw(st.sampled_from(range(5)), label="activation"),
-        **flags,
+    shapes = st.tuples(
+        st.integers(0, 40) | st.integers(120, 200),
+        st.integers(0, 100) | st.integers(370, 420),
+        st.integers(0, 150),
     )
-    assert_right(case, kernels)
+    seed, shape, dtype = data.draw(st.tuples(st.integers(0, 1000), shapes, st.sampled_from(KINDS)))
+    flags = {name: data.draw(st.booleans(), name) for name in ("bias", "gated", "residual")}
+    activation = data.draw(st.integers(0, 4), "activation")
+    assert_right(drawn(seed, shape, dtype, activation=activation, **flags), kernels)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -250,30 +233,32 @@ def test_sizes_of_models_are_as_numpys(kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_a_row_is_its_own_in_a_batch(kernels, multiplier, dtype):
+def test_a_row_and_a_sequence_are_their_own_in_a_batch(kernels, dtype):
     """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
-    edge = many_rows(multiplier, dtype)
+    edge = many_rows(kernels.multiplier, dtype)
     few = [rows for rows in (1, 2, 3, 4, 5, 8, 9, 23, 24, 33, 127) if rows < (edge or 1111)]
     compared = [(1111, few)]
     if edge is not None:
         compared = [(edge - 1, few), (1111, [edge, edge + 1, 2 * edge + 1, 1100])]
-    for all_rows, fewer in compared:
-        case = drawn(4, (all_rows, 1069, 77), dtype, bias=True, activation=SILU)
+    cases = [
+        (drawn(4, (all_rows, 1069, 77), dtype, bias=True, activation=SILU), fewer)
+        for all_rows, fewer in compared
+    ]
+    if dtype != "float32":  # Many rows sum many inputs in parts, one row sums them at once.
+        cases += [(drawn(10, ((edge or 131) - 1, 4203, 41), dtype), (1, 2, 3, 4, 5, 7))]
+    for positions in (
+        32,
+        61,
+    ):  # a prompt or a sentence has a product of its own: panels, filled or not
+        case = drawn(5, (5 * positions, 401, 101), dtype, bias=True, activation=GELU_ERF)
+        cases += [(replace(case, x=case.x.reshape(5, positions, -1)), (1, 2))]
+        assert_right(cases[-1][0], kernels)
+    for case, fewer in cases:
         together = run(case, kernels)
-        for rows in fewer:
-            found = run(replace(case, x=case.x[:rows]), kernels)
-            np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
-            # Not only the first ones: a row's place must not count either.
-            last = run(replace(case, x=case.x[-rows:]), kernels)
-            np.testing.assert_array_equal(last, together[-rows:], err_msg=f"last {rows} rows")
-    if dtype == "float32":
-        return
-    # Many rows sum many inputs in parts, one row sums them at once.
-    case = drawn(10, ((edge or 131) - 1, 4203, 41), dtype)
-    together = run(case, kernels)
-    for rows in (1, 2, 3, 4, 5, 7):
-        found = run(replace(case, x=case.x[:rows]), kernels)
-        np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
+        for rows in fewer:  # the first ones and the last ones: a row's place must not count either
+            for part in (slice(rows), slice(-rows, None)):
+                found = run(replace(case, x=case.x[part]), kernels)
+                np.testing.assert_array_equal(found, together[part], err_msg=f"{rows} rows")
 
 
 def many_rows(multiplier, dtype):
@@ -283,24 +268,6 @@ def many_rows(multiplier, dtype):
     if dtype == "float32" or multiplier == "float32":
         return 128
     return {"amx-bf16": 8, "avx512bf16": None}[multiplier]
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("positions", [32, 61])
-def test_a_sequence_is_its_own(kernels, positions, dtype):
-    """Of a prompt or a sentence, which has a product of its own: panels, filled or not."""
-    together = run(drawn_sequences(5, positions, dtype), kernels)
-    for count in (1, 2):
-        case = drawn_sequences(count, positions, dtype)
-        assert_right(case, kernels)
-        np.testing.assert_array_equal(run(case, kernels), together[:count])
-
-
-@functools.lru_cache(512)
-def drawn_sequences(count, positions, dtype):
-    """The first ones of five sequences."""
-    flat = drawn(5, (5 * positions, 401, 101), dtype, bias=True, activation=GELU_ERF)
-    return replace(flat, x=flat.x[: count * positions].reshape(count, positions, -1))
 
 
 def test_activations_are_right_everywhere(kernels):
@@ -331,11 +298,7 @@ def test_neither_nan_nor_infinity_is_hidden(kernels, dtype):
 def test_no_way_to_multiply_bytes_changes_a_number_of_four_bits(kernels):
     if not hasattr(kernels, "use_vnni"):
         pytest.skip("this level has one way to multiply bytes")
-    ways = [
-        (vnni, tiles)
-        for vnni, tiles in ((0, 0), (1, 0), (0, 1))
-        if uses_bytes_by(kernels, vnni, tiles)
-    ]
+    ways = [way for way in ((0, 0), (1, 0), (0, 1)) if uses_bytes_by(kernels, *way)]
     if len(ways) == 1:
         pytest.skip("this level or machine has neither VNNI nor AMX")
     sizes = (*itertools.product((1, 2, 3, 16, 17, 50), (0, 32, 416)), (150, 8192))

@@ -19,11 +19,8 @@ CHOICE = TESTS / "linear_choice.cc"
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((LEVELS[0], False), marks=pytest.mark.thorough),
-        pytest.param((LEVELS[1], False), marks=pytest.mark.thorough),
-        (LEVELS[1], None),
-        (LEVELS[2], False),
-        (LEVELS[2], True),
+        *(pytest.param((each, False), marks=pytest.mark.thorough) for each in LEVELS[:2]),
+        *((LEVELS[1], None), (LEVELS[2], False), (LEVELS[2], True)),
     ],
     ids=lambda param: f"{param[0]} bytes {param[1]}",
 )
@@ -63,10 +60,10 @@ def drawn(seed, rows, inputs, outputs):
 @settings(max_examples=examples(20, 60), deadline=None)
 @given(data=st.data())
 def test_any_size_is_exactly_numpys_integers(kernels, data):
-    rows = data.draw(st.one_of(st.integers(0, 60), st.integers(1020, 1030)), label="rows")
-    inputs = data.draw(st.one_of(st.integers(1, 140), st.integers(370, 420)), label="inputs")
-    outputs = data.draw(st.integers(0, 150), label="outputs")
-    x, weight, scale = drawn(data.draw(st.integers(0, 1000)), rows, inputs, outputs)
+    rows = data.draw(st.integers(0, 60) | st.integers(1020, 1030), "rows")
+    inputs = data.draw(st.integers(1, 140) | st.integers(370, 420), "inputs")
+    outputs, seed = data.draw(st.integers(0, 150), "outputs"), data.draw(st.integers(0, 1000))
+    x, weight, scale = drawn(seed, rows, inputs, outputs)
     x[::2] = np.maximum(x[::2], -0.1)  # as an activation leaves it
     span = x.max(-1, keepdims=True, initial=0) - x.min(-1, keepdims=True, initial=0)
     whole = np.rint(x * (np.float32(253) / span)).astype(np.int64)
@@ -87,16 +84,15 @@ def test_what_follows_a_product_and_rows_with_a_peak(kernels, shape, activation)
     up, residual, bias = weight[::-1].copy(), drawn(2, len(x), len(weight), 1)[0], scale * 30
     rounded = np.asarray(linear.rounded(x), np.float64)
     values = [rounded @ each.astype(np.float64).T * scale + bias for each in (weight, up)]
-    plain = run(kernels, x, [weight], [scale], bias=bias, activation=activation, residual=residual)
-    expected = activated(activation, values[0]) + residual
-    np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-4)
-    gated = run(kernels, x, [weight, up], [scale, scale], bias=bias, activation=activation)
-    expected = activated(activation, values[0]) * values[1]
-    np.testing.assert_allclose(gated, expected, rtol=1e-5, atol=1e-3)
-    for few in (x[:1], x[1:3], x[-5:]):
-        at = next(i for i in range(len(x)) if (x[i] == few[0]).all())
-        alone = run(kernels, few, [weight, up], [scale, scale], bias=bias, activation=activation)
-        np.testing.assert_array_equal(alone, gated[at : at + len(few)])
+    flags = {"bias": bias, "activation": activation}
+    plain = run(kernels, x, [weight], [scale], residual=residual, **flags)
+    expected = activated(activation, values[0])
+    np.testing.assert_allclose(plain, expected + residual, rtol=1e-5, atol=1e-4)
+    gated = run(kernels, x, [weight, up], [scale, scale], **flags)
+    np.testing.assert_allclose(gated, expected * values[1], rtol=1e-5, atol=1e-3)
+    for part in (slice(1), slice(1, 3), slice(-5, None)):
+        alone = run(kernels, x[part], [weight, up], [scale, scale], **flags)
+        np.testing.assert_array_equal(alone, gated[part])
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
     error = np.linalg.norm(rounded @ weight.astype(np.float64).T - exact, axis=1)
     share = error / np.linalg.norm(exact, axis=1)

@@ -62,16 +62,15 @@ def test_a_row_without_an_adapter_has_the_bits_of_its_activation_in_the_product(
 ):
     random = np.random.default_rng(activation)
     x, weight = (random.standard_normal((rows, 40), np.float32) for rows in (5, 300))
-    weight = (40 * weight).astype(np.int8)
     scale, bias = (0.02 * random.standard_normal((2, 300))).astype(np.float32)
     plain, fused = (np.empty((5, 300), np.float32) for _ in range(2))
     for number, out in ((0, plain), (activation, fused)):
+        arrays = [x, (40 * weight).astype(np.int8), scale, bias]
         flags = {"bias": 1, "gated": 0, "residual": 0, "activation": number}
-        kernel_frames.call(kernels, "linear", [x, weight, scale, bias], [out], **flags)
-    slots = [0, 0, 1, 0, 0]
+        kernel_frames.call(kernels, "linear", arrays, [out], **flags)
     stacks = drawn(1, 1, 5, 1, 40, 300, 3)[3:]
-    found = run(kernels, x[:, None], plain[:, None], slots, *stacks, activation=activation)[:, 0]
-    is_same = (found == fused).all(1)
+    each = (x[:, None], plain[:, None], [0, 0, 1, 0, 0], *stacks)
+    is_same = (run(kernels, *each, activation=activation)[:, 0] == fused).all(1)
     assert is_same.tolist() == [True, True, False, True, True]
 
 

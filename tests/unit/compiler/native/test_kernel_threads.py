@@ -61,17 +61,24 @@ def library(request, tmp_path_factory):
 
 
 @pytest.fixture
-def counted(tmp_path, run_python):
-    """Loads libraries in a fresh process, one after another, and calls each.
+def in_process(tmp_path, run_python):
+    """Runs a script in a fresh process with libraries: `in_process(COUNT, library, another(library))`."""
 
-    Gives the threads that each says it uses and the helpers in the process after its call.
-    """
-
-    def count(*contents, **env):
+    def run(code, *contents, env=None, status=0):
         paths = [tmp_path / f"{place}.so" for place in range(len(contents))]
         for path, content in zip(paths, contents, strict=True):
             path.write_bytes(content)
-        lines = run_python(COUNT, *paths, env=env).stdout.splitlines()
+        return run_python(code, *paths, env=env, status=status)
+
+    return run
+
+
+@pytest.fixture
+def counted(in_process):
+    """Gives the threads that each library says it uses and the helpers in the process after its call."""
+
+    def count(*contents, **env):
+        lines = in_process(COUNT, *contents, env=env).stdout.splitlines()
         return [(int(threads), int(helpers)) for threads, helpers in map(str.split, lines)]
 
     return count
@@ -106,14 +113,10 @@ def test_a_library_of_other_helpers_is_given_those_of_the_first(what, library, c
     assert counted(library, bytes(changed), another(library)) == all_helpers
 
 
-def test_the_setting_is_taken_if_it_is_a_number(library, counted, tmp_path, run_python):
-    once = [(1, 0)] * 2
-    assert counted(library, another(library), PREJIT_THREADS="1") == once
+def test_the_setting_is_taken_if_it_is_a_number(library, counted, in_process):
+    assert counted(library, another(library), PREJIT_THREADS="1") == [(1, 0)] * 2
     assert counted(library, PREJIT_THREADS=str(CPUS + 7)) == [(CPUS, CPUS - 1)]
-    (tmp_path / "kernels.so").write_bytes(library)
-    code = f"{SCRIPT}\nload(sys.argv[1])"
-    options = {"env": {"PREJIT_THREADS": "0"}, "status": 1}
-    done = run_python(code, tmp_path / "kernels.so", **options)
+    done = in_process(COUNT, library, env={"PREJIT_THREADS": "0"}, status=1)
     expected = "UsageError: PREJIT_THREADS: expected an integer of at least 1, found '0'"
     assert expected in done.stderr
 
@@ -142,9 +145,7 @@ print(helpers())
 """
 
 
-def test_no_block_is_lost(library, tmp_path, run_python):
-    for name, content in (("one", library), ("other", another(library))):
-        (tmp_path / name).write_bytes(content)
-    options = {"env": {"PYTHONWARNINGS": "ignore"}}  # that threads and fork do not go together
-    done = run_python(AT_ONCE, tmp_path / "one", tmp_path / "other", **options)
+def test_no_block_is_lost(library, in_process):
+    quiet = {"PYTHONWARNINGS": "ignore"}  # that threads and fork do not go together
+    done = in_process(AT_ONCE, library, another(library), env=quiet)
     assert done.stdout == f"{CPUS - 1}\n"

@@ -20,56 +20,42 @@ def call(*shapes, name="serve:score", **more):
     return {"name": name, "home": "/app", "arguments": arguments, **none, **more}
 
 
-def request(call, name="jit_score"):
-    return JaxRequest(name, None, "miss", 0.1, None, None, {}, {}, "serve.py:7", None, None, call)
-
-
 def made(*calls):
-    return recorded_manifest("serve", map(request, calls), PATH)
+    requests = [
+        JaxRequest(
+            "jit_score", None, "miss", 0.1, None, None, {}, {}, "serve.py:7", None, None, call
+        )
+        for call in calls
+    ]
+    return recorded_manifest("serve", requests, PATH)
 
 
 def programs(*calls):
     return tomllib.loads(made(*calls).text).get("program", [])
 
 
-def buckets(*calls):
-    return [(each["args"], each.get("buckets", {})) for each in programs(*calls)]
-
-
 def test_calls_of_other_sizes_are_buckets():
     one, two = call("float32[8,3]", "int32[8]"), call("float32[2,3]", "int32[2]")
-    for case, calls, found in (
-        ("one size", [call("float32[8,8]")] * 2, [({"x": "float32[8, 8]"}, {})]),
-        (
-            "sizes that are equal in every call are one variable",
-            [one, two],
-            [({"x": "float32[{batch}, 3]", "y": "int32[{batch}]"}, {"batch": [2, 8]})],
-        ),
-        (
-            "sizes that change apart are variables of their own",
-            [call(f"float32[{sizes}]") for sizes in ("1,4", "1,8", "2,4")],
-            [({"x": "float32[{batch}, {length}]"}, {"batch": [1, 2], "length": [4, 8]})],
-        ),
-        (  # a section would build n = 4 with 9, which no call had and code may not take
-            "sizes that always change together, as n and n + 1, are not combined",
+    apart = [call(f"float32[{sizes}]") for sizes in ("1,4", "1,8", "2,4")]
+    decided = [call(f"float32[{n}]", f"float32[{n // 3}]") for n in (4, 5, 6)]
+    named = [call(arguments=[["batch", array(f"float32[{size}]")]]) for size in (1, 2)]
+    for calls, *found in (
+        ([call("float32[8,8]")] * 2, ({"x": "float32[8, 8]"}, {})),
+        # Sizes that are equal in every call are one variable, those that change apart are several.
+        ([one, two], ({"x": "float32[{batch}, 3]", "y": "int32[{batch}]"}, {"batch": [2, 8]})),
+        (apart, ({"x": "float32[{batch}, {length}]"}, {"batch": [1, 2], "length": [4, 8]})),
+        (  # n and n + 1: a section would build n = 4 with 9, which no call had and code may not take
             [call(f"float32[{n}]", f"float32[{n + 1}]") for n in (4, 8)],
-            [({"x": f"float32[{n}]", "y": f"float32[{n + 1}]"}, {}) for n in (4, 8)],
+            *(({"x": f"float32[{n}]", "y": f"float32[{n + 1}]"}, {}) for n in (4, 8)),
         ),
-        (
-            "a size that another decides is not combined with it",
-            [call(f"float32[{n}]", f"float32[{n // 3}]") for n in (4, 5, 6)],
-            [
-                ({"x": "float32[{batch}]", "y": "float32[1]"}, {"batch": [4, 5]}),
-                ({"x": "float32[6]", "y": "float32[2]"}, {}),
-            ],
+        (  # a size that another decides is not combined with it
+            decided,
+            ({"x": "float32[{batch}]", "y": "float32[1]"}, {"batch": [4, 5]}),
+            ({"x": "float32[6]", "y": "float32[2]"}, {}),
         ),
-        (
-            "a variable has no name of an argument",
-            [call(arguments=[["batch", array(f"float32[{size}]")]]) for size in (1, 2)],
-            [({"batch": "float32[{batch2}]"}, {"batch2": [1, 2]})],
-        ),
+        (named, ({"batch": "float32[{batch2}]"}, {"batch2": [1, 2]})),  # no name of an argument
     ):
-        assert buckets(*calls) == found, case
+        assert [(each["args"], each.get("buckets", {})) for each in programs(*calls)] == found
 
 
 def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own():
@@ -87,9 +73,9 @@ def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own()
 
 
 def test_what_toml_cannot_write_is_made_by_python():
-    pair = {"kind": "tuple", "items": [[0, array("float32[1]")], [1, {"kind": "none"}]]}
-    more = {"kind": "tuple", "items": [[0, array("float32[2]")], [1, {"kind": "none"}]]}
-    found = made(*(call(arguments=[["pair", each]]) for each in (pair, more)))
+    none = [1, {"kind": "none"}]
+    pairs = [{"kind": "tuple", "items": [[0, array(f"float32[{n}]")], none]} for n in (1, 2)]
+    found = made(*(call(arguments=[["pair", each]]) for each in pairs))
     [program] = tomllib.loads(found.text)["program"]
     assert program["args"] == "my_serve_1_examples:score_args"
     assert examples_path(PATH) == Path("my_serve_1_examples.py")

@@ -1,10 +1,9 @@
 """The calls that made jax compile, as the hook finds them in the frames of the installed jax."""
 
 import os
-import subprocess
 import sys
 
-import pytest
+from tests.processes import ran
 
 from prejit.compiler.recording.jax_cache_packing import RECORDER
 from prejit.runtime.recorded.hook.watch import Orders
@@ -75,37 +74,24 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory):
-    """Names of jax and calls of a program, in their order, without what jax compiles for itself."""
-    at = tmp_path_factory.mktemp("calls")
-    for name in ("cache", "events", "package"):
-        (at / name).mkdir()
-    (at / "package" / "library.py").write_text(LIBRARY)
-    (at / "program.py").write_text(PROGRAM)
-    settings = cache_settings(at / "cache", write=True)
-    orders = Orders(settings, str(at / "events"), recorder=RECORDER)
-    done = subprocess.run(
-        [sys.executable, str(at / "program.py")],
-        env=environment_for(orders, os.environ),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (done.stdout, done.stderr) == ("done", "")
-    [process] = read_events(at / "events")
-    assert process.failure is None
-    return [(each.name, each.call) for each in process.requests]
-
-
-def called(calls, name):
-    return [call for found, call in calls if found == name and call is not None]
-
-
-def test_calls_have_the_trees_names_and_functions_of_the_program(calls, request):
+def test_calls_have_the_trees_names_and_functions_of_the_program(tmp_path):
     """A transformed function is not taken for the one that it wraps; only what an import makes has a name."""
-    [own] = called(calls, "jit_own")
-    assert own.pop("home").endswith("calls0")
+    for name in ("cache", "events", "package"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "package" / "library.py").write_text(LIBRARY)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    settings = cache_settings(tmp_path / "cache", write=True)
+    orders = Orders(settings, str(tmp_path / "events"), recorder=RECORDER)
+    done = ran(sys.executable, tmp_path / "program.py", env=environment_for(orders, os.environ))
+    assert (done.stdout, done.stderr) == ("done", "")
+    [process] = read_events(tmp_path / "events")
+    assert process.failure is None
+    by_name = {}  # names of jax and calls in their order, without what jax compiles for itself
+    for each in process.requests:
+        if each.call is not None:
+            by_name.setdefault(each.name, []).append(each.call)
+    [own] = by_name["jit_own"]
+    assert own.pop("home") == str(tmp_path)
     assert own == {
         "name": "program:own",
         "arguments": [
@@ -119,26 +105,26 @@ def test_calls_have_the_trees_names_and_functions_of_the_program(calls, request)
         "lowering": {"placed": ["x", "n"], "keep_unused": False, "x64": False},
         "trouble": "",
     }
-    [chosen] = called(calls, "jit_chosen")
+    [chosen] = by_name["jit_chosen"]
     assert [name for name, _ in chosen["arguments"]] == ["x", "n"]
     assert (chosen["static"], chosen["fixed"], chosen["donated"]) == ({}, {}, [])
-    plain, mapped = called(calls, "jit_plain")
+    plain, mapped = by_name["jit_plain"]
     assert (plain["name"], mapped["name"]) == ("package.library:plain", None)
     assert "no name was found" in mapped["trouble"]
-    guarded, named = called(calls, "jit__lambda")
+    guarded, named = by_name["jit__lambda"]
     assert (guarded["name"], named["name"]) == (None, "package.library:named")
-    [inner] = called(calls, "jit_inner")
+    [inner] = by_name["jit_inner"]
     assert inner["name"] is None
-    [keywords], [places] = called(calls, "jit_keywords"), called(calls, "jit_places")
+    [keywords], [places] = by_name["jit_keywords"], by_name["jit_places"]
     assert [name for name, _ in keywords["arguments"]] == ["x", "y"]
     assert (keywords["by_place"], places["by_place"]) == (False, True)
     assert len(places["arguments"]) == 3
-    assert [call for name, call in calls if name == "jit_tanh"] == [None], "a function of jax"
+    assert [x.call for x in process.requests if x.name == "jit_tanh"] == [None], "a function of jax"
     # `in_axes` of jax.vmap is of arguments by position.
-    placed, named, mixed = called(calls, "jit_shares")
+    placed, named, mixed = by_name["jit_shares"]
     assert [each["trouble"] for each in (placed, named)] == ["", ""]
     assert (placed["by_place"], named["by_place"]) == (True, False)
     assert "some arrays by position only and others by name only" in mixed["trouble"]
-    [odd] = called(calls, "jit_odd")
+    [odd] = by_name["jit_odd"]
     assert odd["name"] == "program:odd"
     assert "value is of __main__.Odd, which only code can make" in odd["trouble"]

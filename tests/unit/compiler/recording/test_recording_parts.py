@@ -13,17 +13,9 @@ import zstandard
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.recording import jax_cache_packing as packing
 from prejit.compiler.recording.hook import process_watch, trace_effects
-from prejit.compiler.recording.jax_cache_packing import (
-    bundle_name,
-    collect,
-    default_name,
-    merged,
-    name_at,
-    packed,
-    read_targets,
-    requirement_of,
-)
+from prejit.compiler.recording.jax_cache_packing import collect, merged, packed, read_targets
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook import input_facts
@@ -42,6 +34,10 @@ def key_of(name):
     return f"{name}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
+def file_of(name):
+    return f"{key_of(name)}-cache"
+
+
 def request(name, **more):
     made = {
         **{"name": name, "key": key_of(name), "outcome": "miss", "seconds": 0.1},
@@ -58,7 +54,7 @@ def process(*requests, jaxlib="1.2.3"):
 
 def put(cache, name, content=None):
     content = zstandard.compress(name.encode() * 50) if content is None else content
-    (cache / f"{key_of(name)}-cache").write_bytes(content)
+    (cache / file_of(name)).write_bytes(content)
     return content
 
 
@@ -71,17 +67,17 @@ def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path):
         process(request("jit_b"), jaxlib="4.5.6"),
     ]
     targets, left_out = collect(tmp_path, processes, MACHINE, known=())
+    [first] = [target for target in targets if target.requirement.jaxlib == "1.2.3"]
     found = {target.requirement.jaxlib: sorted(target.programs) for target in targets}
     # No process reported of jit_c: it is of this machine's own jaxlib.
     assert found == {
-        "1.2.3": [f"{key_of('jit_a')}-cache", f"{key_of('jit_c')}-cache"],
-        "4.5.6": [f"{key_of('jit_b')}-cache"],
+        "1.2.3": [file_of("jit_a"), file_of("jit_c")],
+        "4.5.6": [file_of("jit_b")],
     }
     assert left_out == (f"jit_d at serve.py:7: {why}",)
-    [first] = [target for target in targets if target.requirement.jaxlib == "1.2.3"]
     entries = [file.entry for file in first.programs.values()]
-    assert [entry.name for entry in entries] == ["jit_a", "jit_c"]
-    assert [entry.arguments for entry in entries] == [("float32[8]",), None]
+    found = [(entry.name, entry.arguments) for entry in entries]
+    assert found == [("jit_a", ("float32[8]",)), ("jit_c", None)]
     assert [each.content() for each in first.programs.values()] == [contents[0], contents[2]]
     # Files that were there before are not recorded again.
     known = {file for target in targets for file in target.programs}
@@ -101,15 +97,17 @@ def test_a_torn_file_is_left_out(tmp_path):
 
 
 def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name(tmp_path, monkeypatch):
-    needs = requirement_of(process(), request("jit_a"), MACHINE)
+    def of(machine, **more):
+        return packing.requirement_of(process(), request("jit_a", **more), machine)
+
+    needs, on_gpu = of(MACHINE), of(GPU, conditions={"platform": "gpu"})
     assert (needs.platform, needs.cpu_features, needs.jaxlib) == ("cpu", ("avx2", "sse"), "1.2.3")
-    on_gpu = requirement_of(process(), request("jit_a", conditions={"platform": "gpu"}), GPU)
     expected = ("cuda", "NVIDIA L4", "jax-cuda13-pjrt 1.2.3")
     assert (on_gpu.platform, on_gpu.device_kind, on_gpu.plugin) == expected
     for found in (needs, on_gpu):
         left = (found.xla_flags, found.environment, found.device_count, found.driver)
         assert left == (None, None, None, None)
-    assert requirement_of(process(), request("jit_a"), GPU) == needs
+    assert of(GPU) == needs
     for command, name in (
         ("python serve.py --port 80", "serve"),
         ("python -m my_package.My_Server", "my-server"),
@@ -117,46 +115,50 @@ def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name(tmp_path,
         ("./Start.sh", "start"),
         ("python ---.py", "recorded"),
     ):
-        assert default_name(command.split()) == bundle_name(name) == name
+        assert packing.default_name(command.split()) == packing.bundle_name(name) == name
     monkeypatch.chdir(tmp_path)
-    assert name_at(Path()) == name_at(tmp_path) == bundle_name(tmp_path.name)
+    assert (
+        packing.name_at(Path()) == packing.name_at(tmp_path) == packing.bundle_name(tmp_path.name)
+    )
 
 
-def target_with(*names, jaxlib="1.2.3", at):
+def target_with(at, *names, jaxlib="1.2.3"):
     at.mkdir(exist_ok=True)
     for old in at.iterdir():
         old.unlink()
     for name in names:
         put(at, name)
-    requests = [request(name) for name in names]
-    ([target], _) = collect(at, [process(*requests, jaxlib=jaxlib)], MACHINE, known=())
+    found = process(*map(request, names), jaxlib=jaxlib)
+    ([target], _) = collect(at, [found], MACHINE, known=())
     return target
 
 
+def assembled(targets):
+    return assemble("b", [packed(target, "b") for target in targets])
+
+
 def test_recordings_are_merged_and_read_back(tmp_path):
-    first = target_with("jit_a", "jit_b", at=tmp_path / "cache")
-    second = target_with("jit_b", "jit_c", at=tmp_path / "cache")
-    other = target_with("jit_a", jaxlib="4.5.6", at=tmp_path / "cache")
+    first = target_with(tmp_path / "cache", "jit_a", "jit_b")
+    second = target_with(tmp_path / "cache", "jit_b", "jit_c")
+    other = target_with(tmp_path / "cache", "jit_a", jaxlib="4.5.6")
     one, two = merged([first], [second, other]), merged([other], [second, first])
     assert [sorted(target.programs) for target in one] == [
-        [f"{key_of(name)}-cache" for name in ("jit_a", "jit_b", "jit_c")],
-        [f"{key_of('jit_a')}-cache"],
+        [file_of(name) for name in ("jit_a", "jit_b", "jit_c")],
+        [file_of("jit_a")],
     ]
-    bytes_of = [assemble("b", [packed(target, "b") for target in found]) for found in (one, two)]
-    assert bytes_of[0] == bytes_of[1]
-    targets = merged([], [target_with("jit_a", "jit_b", at=tmp_path / "cache")])
-    write_layout(tmp_path / "b", *assemble("b", [packed(target, "b") for target in targets]))
-    read = read_targets(tmp_path / "b")
-    both = [assemble("b", [packed(each, "b") for each in found]) for found in (read, targets)]
-    assert both[0] == both[1]
+    assert assembled(one) == assembled(two)
+    targets = merged([], [target_with(tmp_path / "cache", "jit_a", "jit_b")])
+    write_layout(tmp_path / "b", *assembled(targets))
+    assert assembled(read_targets(tmp_path / "b")) == assembled(targets)
     assert read_targets(tmp_path / "nothing") == ()
     # A first writer whose disk was full, or that was killed: the next one may write there.
-    (tmp_path / "unfinished" / "blobs" / "sha256").mkdir(parents=True)
-    (tmp_path / "unfinished" / ".index.json.1.ab.tmp").touch()
-    assert read_targets(tmp_path / "unfinished") == ()
-    (tmp_path / "unfinished" / "notes.txt").touch()  # no bundle's: nothing is written beside it
+    unfinished = tmp_path / "unfinished"
+    (unfinished / "blobs" / "sha256").mkdir(parents=True)
+    (unfinished / ".index.json.1.ab.tmp").touch()
+    assert read_targets(unfinished) == ()
+    (unfinished / "notes.txt").touch()  # no bundle's: nothing is written beside it
     with pytest.raises(RejectError):
-        read_targets(tmp_path / "unfinished")
+        read_targets(unfinished)
     with pytest.raises(UsageError, match="found one of `prejit build`"):
         read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
 
@@ -190,12 +192,20 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
     listed = {"=": ["A", "TQDM_B"], "A": "1", "TQDM_B": "2", "LC_ALL": "C.UTF-8"}
     prefixed = {"TQDM_=": ["TQDM_B"], "TQDM_B": "2"}
     assert read("dict(os.environ.items())", **env) == {"own": listed, "tqdm.utils": prefixed}
-    assert read("{**os.environ}", **env)["own"] == listed
-    assert read("[*os.environ]", **env)["own"] == {"=": ["A", "TQDM_B"]}
-    in_a_thread = (
-        "import _thread, time; _thread.start_new_thread(list, (os.environ,)); time.sleep(0.2)"
-    )
-    assert read(in_a_thread, **env)["tqdm.utils"] == {"=": ["A", "TQDM_B"]}
+    thread = "import _thread, time; _thread.start_new_thread(list, (os.environ,)); time.sleep(0.2)"
+    other = "def of(prefix): return [k for k, v in os.environ.items()]\nof('APP_')"
+    names = {"=": ["A", "TQDM_B"]}
+    for code, module, expected in (
+        ("{**os.environ}", "own", listed),
+        ("[*os.environ]", "own", names),
+        (thread, "tqdm.utils", names),
+        (other, "tqdm.utils", listed),
+        ("len(os.environ)", "own", names),
+        ("os.getenvb(b'A')", "own", {"A": "1"}),
+        ("import subprocess; subprocess.run(['true'])", "own", {"PATH": None}),
+        ("os.environ['A']; os.environ.copy()", "tqdm.utils", {"A": "1"}),
+    ):
+        assert read(code, **env)[module] == expected, code
     beside = (  # a thread that is inside the watch hides nothing of another one
         "import threading, time\n"
         "watch._change['listings'] = lambda path: time.sleep(0.4)\n"
@@ -203,12 +213,6 @@ def test_code_that_lists_all_variables_reads_them_unless_its_prefix_is_known(tmp
         "time.sleep(0.1), open('/etc/passwd').close()"
     )
     assert [*read(beside, **env)["own"]] == ["/etc/passwd"]
-    other = "def of(prefix): return [k for k, v in os.environ.items()]\nof('APP_')"
-    assert read(other, **env)["tqdm.utils"] == listed
-    assert read("len(os.environ)", **env)["own"] == {"=": ["A", "TQDM_B"]}
-    assert read("os.getenvb(b'A')", **env)["own"] == {"A": "1"}
-    assert read("import subprocess; subprocess.run(['true'])", **env)["own"] == {"PATH": None}
-    assert read("os.environ['A']; os.environ.copy()", **env)["tqdm.utils"] == {"A": "1"}
 
 
 def test_what_code_asks_of_paths_without_an_event_is_noted(tmp_path):
@@ -236,10 +240,8 @@ def test_what_a_trace_asks_of_the_process_is_an_effect(tmp_path):
         "except ImportError: import colorsys\n"
     )
     read, effects = watched(tmp_path, code, ("no_such_module", "colorsys"))["own"]
-    assert (read, effects) == (
-        {"no_such_module": None},
-        ["os.cpu_count", "os.sched_getaffinity", "os.write", "os.uname", "os.chdir"],
-    )
+    calls = ("cpu_count", "sched_getaffinity", "write", "uname", "chdir")
+    assert (read, effects) == ({"no_such_module": None}, [f"os.{call}" for call in calls])
 
 
 def test_packages_and_files_that_code_asks_for_without_an_import_are_noted(tmp_path):
@@ -251,10 +253,10 @@ def test_packages_and_files_that_code_asks_for_without_an_import_are_noted(tmp_p
         f"[*importlib.metadata.distributions(path=[{place!r}])], os.path.exists({shared!r})\n"
         f"sqlite3.connect('file:{tmp_path}/a%20b?mode=rwc', uri=True)\n"
     )
-    names = ("no_such_module", "colorsys", place, shared, base, base + "-wal")
-    read, _ = watched(tmp_path, code, names)["own"]
-    none = {name: None for name in ("no_such_module", base, base + "-wal")}
-    assert read == {**none, place: input_facts.packages_digest(place), shared: 0}
+    absent = ("no_such_module", base, base + "-wal")
+    read, _ = watched(tmp_path, code, (*absent, "colorsys", place, shared))["own"]
+    expected = {place: input_facts.packages_digest(place), shared: 0}
+    assert read == {**dict.fromkeys(absent), **expected}
 
 
 def test_traces_in_threads_miss_no_effect_of_one_another(monkeypatch, capsys):

@@ -2,46 +2,33 @@
 
 import json
 
-import pytest
-
-from prejit.compiler.recording.untraced_calls import (
-    UNCONFIRMED,
-    RecordedCalls,
-    confirmed,
-    read_calls,
-)
+from prejit.compiler.recording import untraced_calls as untraced
+from prejit.compiler.recording.untraced_calls import UNCONFIRMED, confirmed
 
 CALL = {"name": "jit_f", "reason": None, "program": "p", "indices": [1]}
 INPUTS = {
-    "environment": {"MODE": "sum"},
-    "files": [["/data", 1, [5], "digest"]],
-    "listings": [["/parts", 1, "names"]],
-    "packages": [["/packages", 1, "names"]],
-    "kinds": [["/out", 1, 0]],
-    "links": [["/now", 1, "v1"]],
-    "absent": [["torch", 1, None]],
-    "modules": {"zlib": "/zlib.so"},
+    **{"environment": {"MODE": "sum"}, "modules": {"zlib": "/zlib.so"}},
+    **{"files": [["/data", 1, [5], "digest"]], "listings": [["/parts", 1, "names"]]},
+    **{"packages": [["/packages", 1, "names"]], "kinds": [["/out", 1, 0]]},
+    **{"links": [["/now", 1, "v1"]], "absent": [["torch", 1, None]]},
 }
 
 
 def recording(**inputs):
     content = {"inputs": INPUTS | inputs, "calls": {"s": dict(CALL)}, "recordings": 1}
-    return RecordedCalls("calls", content)
+    return untraced.RecordedCalls("calls", content)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
+def test_an_input_in_which_two_recordings_differ_is_named():
+    for inputs, said in (
         ({"environment": {"MODE": "max"}}, "the environment variable MODE was another"),
         ({"files": [["/data", 1, [5], "other"]]}, "the file /data was another"),
         ({"files": []}, "the file /data was not read"),
         ({"listings": [*INPUTS["listings"], ["/x", 1, ""]]}, "the directory /x was read, now not"),
         ({"kinds": [["/out", 1, 1]]}, "the path /out was another"),
-    ],
-)
-def test_an_input_in_which_two_recordings_differ_is_named(inputs, said):
-    [reason] = confirmed(recording(**inputs), recording()).reasons()
-    assert reason == f"{UNCONFIRMED}; before, {said}"
+    ):
+        [reason] = confirmed(recording(**inputs), recording()).reasons()
+        assert reason == f"{UNCONFIRMED}; before, {said}"
 
 
 def test_calls_of_a_process_that_could_not_be_watched_are_not_confirmed(tmp_path):
@@ -52,7 +39,7 @@ def test_calls_of_a_process_that_could_not_be_watched_are_not_confirmed(tmp_path
     ]
     for count, confirmed_calls in ((2, 1), (3, 0)):
         (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, lines[:count])))
-        [calls] = read_calls(tmp_path)
+        [calls] = untraced.read_calls(tmp_path)
         assert confirmed(calls, calls).count(confirmed=True) == confirmed_calls
 
 

@@ -32,17 +32,9 @@ print(overwritten)
 @pytest.mark.skipif(not cpu_count._can_answer(), reason="needs filters of system calls")
 def test_an_answer_that_comes_after_the_call_was_interrupted_writes_nothing():
     ours, its = socket.socketpair()
-    words = [INTERRUPTED, str(its.fileno()), "3", str(CALLS)]
-    with (
-        ours,
-        its,
-        subprocess.Popen(
-            [sys.executable, "-c", *words],
-            pass_fds=[its.fileno()],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as child,
-    ):
+    command = [sys.executable, "-c", INTERRUPTED, str(its.fileno()), "3", str(CALLS)]
+    options = {"pass_fds": [its.fileno()], "stdout": subprocess.PIPE, "text": True}
+    with ours, its, subprocess.Popen(command, **options) as child:
         _, [listener], _, _ = socket.recv_fds(ours, 1, 1)
         poll = select.poll()
         poll.register(listener, select.POLLIN)

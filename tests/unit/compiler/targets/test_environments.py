@@ -39,7 +39,7 @@ def fake(wanted, python=sys.executable):
 def test_a_pin_or_an_accelerator_gets_one_of_its_own():
     assert environments.spec_for(HOST, "0.10.2") is None
     assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
-    new, old = ("==0.12.0.1", "==0.10.2")
+    new, old = "==0.12.0.1", "==0.10.2"
     plugins = [f"jax-cuda13-plugin{new}", f"jax-cuda13-pjrt{new}"]
     for target, pinned in (
         (replace(HOST, jax="0.12.0.1"), [f"jax{new}", f"jaxlib{new}"]),
@@ -53,15 +53,15 @@ def test_a_pin_or_an_accelerator_gets_one_of_its_own():
 
 
 def test_all_that_is_installed_decides_the_key(monkeypatch):
-    others = [
-        replace(WANTED, requirements=("jax==0.12.0.1", "jaxlib==0.12.0")),
-        replace(WANTED, constraints=()),
-        replace(WANTED, requirements=WANTED.requirements + WANTED.constraints, constraints=()),
-    ]
-    keys = {WANTED.key, *(other.key for other in others)}
+    others = (
+        {"requirements": ("jax==0.12.0.1", "jaxlib==0.12.0")},
+        {"constraints": ()},
+        {"requirements": WANTED.requirements + WANTED.constraints, "constraints": ()},
+    )
+    keys = {WANTED.key, *(replace(WANTED, **changes).key for changes in others)}
     assert len(keys) == 4
-    assert replace(WANTED, target="another").key == WANTED.key
-    assert replace(WANTED, requirements=WANTED.requirements[::-1]).key == WANTED.key
+    for same in ({"target": "another"}, {"requirements": WANTED.requirements[::-1]}):
+        assert replace(WANTED, **same).key == WANTED.key
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert WANTED.key not in keys
 
@@ -102,9 +102,8 @@ with environments.locked(Path(sys.argv[1])):
     sys.stdin.read()
 """
     with environments.locked(path):
-        command = [sys.executable, "-c", code, str(path)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        waiting = subprocess.Popen(command, **pipes, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        waiting = subprocess.Popen([sys.executable, "-c", code, str(path)], **pipes)
         assert waiting.stdout.readline() == "started\n"
         time.sleep(0.2)
         environments.lock_path(path).unlink()
@@ -114,29 +113,19 @@ with environments.locked(Path(sys.argv[1])):
             pass
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    path = tmp_path_factory.mktemp("environments") / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
-    return Environment(path, path / "bin" / "python", {})
-
-
-def start_worker(environment):
-    return subprocess.Popen(
-        [*environments.worker_command(environment), "cache", "cpu"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-    )
-
-
-def test_a_worker_sees_prejit_alone_and_holds_its_environment(bare):
+def test_a_worker_sees_prejit_alone_and_holds_its_environment(tmp_path):
     """It finds its own code, and stops at the first package that is missing."""
-    with environments.locked(bare.path), start_worker(bare) as worker:
+    path = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
+    bare = Environment(path, path / "bin" / "python", {})
+    command = [*environments.worker_command(bare), "cache", "cpu"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = {"stderr": subprocess.PIPE, "text": True, "env": env}
+    with environments.locked(path), subprocess.Popen(command, **options) as worker:
         with pytest.raises(subprocess.TimeoutExpired):
             worker.wait(timeout=0.5)
         worker.kill()
-    _, errors = (worker := start_worker(bare)).communicate()
-    assert worker.returncode == 1
-    assert "compile/worker/__main__.py" in errors
-    assert "ModuleNotFoundError: No module named 'zstandard'" in errors
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 1
+    assert "compile/worker/__main__.py" in done.stderr
+    assert "ModuleNotFoundError: No module named 'zstandard'" in done.stderr

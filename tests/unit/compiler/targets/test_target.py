@@ -6,18 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from prejit.compiler.targets import build_host
+from prejit.compiler.targets import build_host, target_table
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.target_classes import capabilities, catalogue, chips
-from prejit.compiler.targets.target_table import (
-    GpuTable,
-    TableError,
-    TargetTable,
-    chosen,
-    names,
-    resolve,
-    target,
-)
+from prejit.compiler.targets.target_table import chosen, names, resolve, target
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Mesh
@@ -33,11 +25,11 @@ L4 = Fingerprint(
 
 
 def table(**given):
-    return TargetTable(**{"name": "mine", **given})
+    return target_table.TargetTable(**{"name": "mine", **given})
 
 
 def wrong(given, at):
-    with pytest.raises(TableError) as caught:
+    with pytest.raises(target_table.TableError) as caught:
         resolve(given, at, None)
     return caught.value.key, str(caught.value)
 
@@ -94,16 +86,16 @@ def test_the_catalogue_says_all_that_its_platforms_need_and_who_builds_it(monkey
 
 
 def test_a_table_goes_before_the_catalogue_and_a_pin_into_the_name(tmp_path):
-    given = table(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
-    found = resolve(given, tmp_path, None)
-    assert found.memory_bytes == 20_000_000_000
-    assert found.xla_flags == ("--xla_a=1",)
-    assert resolve(table(name="cpu-host", cpus=2), tmp_path, None).cpus == 2
-    assert resolve(table(name="cpu-host"), tmp_path, None) == target("cpu-host")
-    assert found.gpu == target("cuda-l4").gpu
-    pinned = resolve(table(name="cpu-x86-64-v3", jax="0.12.0.1"), tmp_path, None)
-    assert pinned.name == "cpu-x86-64-v3-jax0.12.0.1"
-    assert pinned.jax == "0.12.0.1"
+    def found(**given):
+        return resolve(table(**given), tmp_path, None)
+
+    own = found(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
+    assert (own.memory_bytes, own.xla_flags) == (20_000_000_000, ("--xla_a=1",))
+    assert own.gpu == target("cuda-l4").gpu
+    assert found(name="cpu-host", cpus=2).cpus == 2
+    assert found(name="cpu-host") == target("cpu-host")
+    pinned = found(name="cpu-x86-64-v3", jax="0.12.0.1")
+    assert (pinned.name, pinned.jax) == ("cpu-x86-64-v3-jax0.12.0.1", "0.12.0.1")
     both = (target("cpu-x86-64-v3"), pinned)
     assert chosen(both, ["cpu-x86-64-v3"], "m.toml") == both
     assert chosen(both, ["cpu-x86-64-v3-jax0.12.0.1"], "m.toml") == (pinned,)
@@ -112,53 +104,48 @@ def test_a_table_goes_before_the_catalogue_and_a_pin_into_the_name(tmp_path):
 
 
 def test_a_fingerprint_is_a_target_and_an_unknown_gpu_is_described(tmp_path):
-    (tmp_path / "web.json").write_bytes(to_json(L4))
+    path = tmp_path / "web.json"
+    path.write_bytes(to_json(L4))
     found = resolve(table(name="web", fingerprint="web.json"), tmp_path, None)
-    assert found.name == "web-jax0.11.2"
-    assert found.gpu == target("cuda-l4").gpu
-    assert found.memory_bytes == 24_000_000_000
-    assert found.compute_capability == "8.9"
+    assert (found.name, found.gpu) == ("web-jax0.11.2", target("cuda-l4").gpu)
+    assert (found.memory_bytes, found.compute_capability) == (24_000_000_000, "8.9")
     here = Fingerprint.current()
-    (tmp_path / "web.json").write_bytes(to_json(here))
+    path.write_bytes(to_json(here))
     found = resolve(table(name="here", fingerprint="web.json"), tmp_path, None)
     assert (found.cpu_features, found.jax) == (here.cpu_features, here.jaxlib)
     assert found.cpu is not None
-    (tmp_path / "web.json").write_text(json.dumps({"platform": "cpu"}))
+    path.write_text(json.dumps({"platform": "cpu"}))
     key, problem = wrong(table(fingerprint="web.json"), tmp_path)
     assert key == "fingerprint"
     assert "web.json" in problem
     given = {
         **{"platform": "cuda", "device_kind": "NVIDIA GeForce RTX 4090"},
         **{"compute_capability": "8.9", "memory_bytes": 25_000_000_000},
-        "gpu": GpuTable(128, 1_008_000_000_000, 75_497_472, 2520),
+        "gpu": target_table.GpuTable(128, 1_008_000_000_000, 75_497_472, 2520),
     }
-    found = resolve(table(**given), tmp_path, None)
-    assert found.gpu.core_count == 128
+    assert resolve(table(**given), tmp_path, None).gpu.core_count == 128
     for missing in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
         key, problem = wrong(table(**{**given, missing: None}), tmp_path)
         assert key == missing
         assert problem.startswith("missing; ")
 
 
-WRONG = [  # a table, a key and what the error says of it
-    ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
-    ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
-    ({"platform": "gpu"}, "platform", "expected one of cpu, cuda, tpu"),
-    ({"name": "cuda-l4", "platform": "cpu"}, "platform", 'expected "cuda", the platform of'),
-    ({"name": "cpu-host", "jax": "latest"}, "jax", "expected a version"),
-    ({"name": "cpu-host", "constraints": ("x @ https://h",)}, "constraints", "without a URL"),
-    ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'expected a file at "none.json"'),
-    ({"fingerprint": "none.json"}, "fingerprint", 'expected a file at "none.json"'),
-    ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
-    ({"name": "cpu-host", "cpus": 0}, "cpus", "expected 1 to 1024 CPUs, found 0"),
-    ({"name": "cuda-l4", "cpus": 4}, "cpus", "expected no cpus, because the loops of cuda-l4"),
-    ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected a topology such as "2x2"'),
-    ({"name": "tpu-v5e-2x2"}, "name", "tpu-v5e-2x2 has 4 chips, and [mesh] needs 1"),
-]
-
-
 def test_a_table_that_is_no_target_is_refused(tmp_path):
-    for given, key, problem in WRONG:
+    for given, key, problem in (
+        ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
+        ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
+        ({"platform": "gpu"}, "platform", "expected one of cpu, cuda, tpu"),
+        ({"name": "cuda-l4", "platform": "cpu"}, "platform", 'expected "cuda", the platform of'),
+        ({"name": "cpu-host", "jax": "latest"}, "jax", "expected a version"),
+        ({"name": "cpu-host", "constraints": ("x @ https://h",)}, "constraints", "without a URL"),
+        ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'expected a file at "none.json"'),
+        ({"fingerprint": "none.json"}, "fingerprint", 'expected a file at "none.json"'),
+        ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
+        ({"name": "cpu-host", "cpus": 0}, "cpus", "expected 1 to 1024 CPUs, found 0"),
+        ({"name": "cuda-l4", "cpus": 4}, "cpus", "expected no cpus, because the loops of cuda-l4"),
+        ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected a topology such as "2x2"'),
+        ({"name": "tpu-v5e-2x2"}, "name", "tpu-v5e-2x2 has 4 chips, and [mesh] needs 1"),
+    ):
         found_key, found = wrong(table(**given), tmp_path)
         assert found_key == key
         assert problem in found

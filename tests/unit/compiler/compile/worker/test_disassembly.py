@@ -6,14 +6,10 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.recipes import export
 
-from prejit.compiler.compile.worker.disassembly import (
-    EVERYWHERE,
-    LLVM_NAMES,
-    declared_features,
-    narrowed,
-    used_features,
-)
+from prejit.compiler.compile.worker import disassembly
+from prejit.compiler.compile.worker.disassembly import declared_features, narrowed, used_features
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.compile.worker.xla_messages import read_executable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
@@ -96,12 +92,11 @@ def code(*sections):
     return elf((EXECUTABLE, section) for section in sections)
 
 
-@pytest.fixture(scope="module")
 def portable():
     """Not with float16: jaxlib 0.10 to 0.12 cannot link it for a CPU without f16c."""
     import jax
     import jax.numpy as jnp
-    from jax import export, lax
+    from jax import lax
 
     def many(x, k, h, q):
         whole = q.astype(jnp.int32)
@@ -115,27 +110,20 @@ def portable():
         )
 
     dtypes = ("float32", "int32", "bfloat16", "int8")
-    arguments = [jax.ShapeDtypeStruct((32, 32), dtype) for dtype in dtypes]
-    exported = export.export(jax.jit(many), platforms=("cpu",))(*arguments)
-    return bytes(exported.mlir_module_serialized)
-
-
-@pytest.fixture(scope="module", params=["cpu-x86-64-v2", "cpu-x86-64-v3"])
-def compiled(request, portable):
-    """A level of x86-64 and an executable for it."""
-    if not cross_compiles(jaxlib_version()):
-        pytest.skip("jaxlib 0.10 takes the level from XLA_FLAGS alone")
-    level = target(request.param)
-    machine = CompileFor(cpu=level.cpu, cpu_features=level.cpu_features)
-    return level, compile_portable(portable, machine).serialized
+    return export(many, *(jax.ShapeDtypeStruct((32, 32), dtype) for dtype in dtypes))
 
 
 def object_files(serialized):
     return [each.content for each in read_executable(serialized)[1].result.objects]
 
 
-def test_every_object_is_read_and_none_exceeds_its_level(compiled):
-    level, serialized = compiled
+@pytest.mark.parametrize("name", ["cpu-x86-64-v2", "cpu-x86-64-v3"])
+def test_every_object_is_read_and_none_exceeds_its_level(name):
+    if not cross_compiles(jaxlib_version()):
+        pytest.skip("jaxlib 0.10 takes the level from XLA_FLAGS alone")
+    level = target(name)
+    machine = CompileFor(cpu=level.cpu, cpu_features=level.cpu_features)
+    serialized = compile_portable(portable(), machine).serialized
     objects = object_files(serialized)
     assert len(objects) == serialized.count(b"\x7fELF") > 10
     for contents in objects:  # each is whole: LLVM writes the table of sections last
@@ -153,24 +141,27 @@ def test_an_instruction_needs_its_extensions_and_no_more_and_data_none():
         used = used_features(executable(code(instruction + RET)))
         assert set(used) == {"64bit", *extensions}, instruction
     vaddps, vfmadd = bytes.fromhex("c5fc58d1"), bytes.fromhex("c4e27db8d1")
-    serialized = executable(code(RET, vaddps), code(vfmadd), code(RET))
-    assert used_features(serialized) == ("64bit", "avx", "fma")
-    assert used_features(executable(elf([(DATA, AVX512), (EXECUTABLE, RET)]))) == ("64bit",)
-    assert used_features(executable()) == ()
-    # An extension that LLVM was not allowed counts all the same.
-    assert used_features(executable(code(AVX512), declared="+sse2")) == ("avx512f",)
-    contents = code(TZCNT + RET)
-    assert used_features(executable(contents, declared="+64bit,+sse2")) == ("64bit",)
-    assert used_features(executable(contents, declared="+64bit,-bmi,+sse2")) == ("64bit",)
-    assert used_features(executable(contents, declared="+64bit,+bmi")) == ("64bit", "bmi")
-    contents = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
-    assert used_features(executable(contents, symbols=["prefix_kernel", "kernel"])) == ("64bit",)
+    several = [code(RET, vaddps), code(vfmadd), code(RET)]
+    data = elf([(DATA, AVX512), (EXECUTABLE, RET)])
+    named = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
+    for objects, options, used in (
+        (several, {}, ("64bit", "avx", "fma")),
+        ([data], {}, ("64bit",)),
+        ([], {}, ()),
+        ([code(AVX512)], {"declared": "+sse2"}, ("avx512f",)),  # though LLVM was not allowed it
+        ([code(TZCNT + RET)], {"declared": "+64bit,+sse2"}, ("64bit",)),
+        ([code(TZCNT + RET)], {"declared": "+64bit,-bmi,+sse2"}, ("64bit",)),
+        ([code(TZCNT + RET)], {"declared": "+64bit,+bmi"}, ("64bit", "bmi")),
+        ([named], {"symbols": ["prefix_kernel", "kernel"]}, ("64bit",)),
+    ):
+        assert used_features(executable(*objects, **options)) == used, (objects, options)
 
 
 DECLARED = "+64bit,+avx,-avx2,+prefer-no-gather,+sse2,+warp"
 HEADER = struct.pack("<QQ", 64, 1)  # of a section: where it starts, its size
-UNREADABLE = {
-    name: executable(*objects, declared=DECLARED, **more)
+
+
+def test_code_that_cannot_be_read_needs_all_that_llvm_was_allowed():
     for name, objects, more in (
         ("no instruction", [code(b"\x06")], {}),
         ("APX", [code(bytes.fromhex("d5194889c8c3"))], {}),  # mov %r17,%r16
@@ -186,12 +177,8 @@ UNREADABLE = {
         ("object elsewhere", [code(RET)], {"extra": field(4, code(AVX512))}),
         ("all objects elsewhere", [], {"extra": field(4, code(AVX512))}),
         ("object without contents", [code(RET)], {"extra": field(8, b"")}),
-    )
-}
-
-
-def test_code_that_cannot_be_read_needs_all_that_llvm_was_allowed():
-    for name, unreadable in UNREADABLE.items():
+    ):
+        unreadable = executable(*objects, declared=DECLARED, **more)
         found = used_features(unreadable)
         assert found == declared_features(unreadable) == ("64bit", "avx", "sse2"), name
     # But not what Linux hides on some CPUs where LLVM finds it: the build host would not match.
@@ -221,28 +208,26 @@ def test_every_extension_of_iced_is_decided_by_a_name_of_machines():
     """A new iced that knows of new ones ends here, and not in a bundle."""
     import iced_x86
 
+    names = disassembly.LLVM_NAMES
     known = {name for name in vars(iced_x86.CpuidFeature) if name.isupper()}
-    decided = [LLVM_NAMES.keys(), EVERYWHERE, NEVER_COMPILED]
+    decided = [names.keys(), disassembly.EVERYWHERE, NEVER_COMPILED]
     assert known == set().union(*decided)
     assert len(known) == sum(map(len, decided))
     # `crc32` is sse4.2 in a fingerprint; `sahf` is recognized by its instructions.
-    assert {*LLVM_NAMES.values(), "crc32", "sahf"} == set(CPU_FEATURES)
-    assert len(set(LLVM_NAMES.values())) == len(LLVM_NAMES)
+    assert {*names.values(), "crc32", "sahf"} == set(CPU_FEATURES)
+    assert len(set(names.values())) == len(names)
 
 
 def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same():
     """Or XLA logs errors about extensions that no instruction is of, wherever the bundle loads."""
-    import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax import export
 
     from prejit.runtime.device.device import Device
     from prejit.runtime.device.transfer import to_numpy
 
     x = np.linspace(-1, 1, 96, dtype=np.float32).reshape(8, 12)
-    exported = export.export(jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0)), platforms=["cpu"])(x)
-    serialized = compile_portable(exported.mlir_module_serialized).serialized
+    serialized = compile_portable(export(lambda x: jnp.tanh(x @ x.T).sum(0), x)).serialized
     used = used_features(serialized)
     narrow = narrowed(serialized, used)
     assert declared_features(narrow) == used

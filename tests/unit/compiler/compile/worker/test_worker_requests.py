@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.recipes import export
 
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.worker_process import WorkerProcess
@@ -33,12 +34,12 @@ def test_the_memory_of_a_worker_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     shapes = [((1, 128), "uint32"), ((1, 128), "float32"), ((1,), "int32"), ((1,), "float32")]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
-    portable = jax.export.export(jax.jit(_small_loop), platforms=["cpu"])(*arguments)
+    portable = export(_small_loop, *arguments)
     toolchain = host_toolchain(target("cpu-x86-64-v4"), {"jaxlib": jaxlib_version()})
-    found = set[str]()
+    found = set()
     for length in (0, 300, 30000):
         store = DirectoryStore.open(tmp_path / ("x" * (length % 200)) / "store")
-        program = store.put_blob(portable.mlir_module_serialized)
+        program = store.put_blob(portable)
         with WorkerProcess(toolchain, store, os.environ | {"PADDING": "x" * length}) as worker:
             found.add(worker.compile(Source(program, ("cpu",)), toolchain).executable.raw_digest)
     assert len(found) == 1
@@ -46,14 +47,13 @@ def test_the_memory_of_a_worker_is_nothing(tmp_path, monkeypatch):
 
 def test_one_worker_serves_several_targets(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    export = jax.export.export(jax.jit(lambda x: jnp.tanh(x @ x)), platforms=["cpu"])
-    portable = export(jax.ShapeDtypeStruct((32, 32), jnp.float32))
     store = DirectoryStore.open(tmp_path)
-    source = Source(store.put_blob(portable.mlir_module_serialized), ("cpu",))
+    portable = export(lambda x: jnp.tanh(x @ x), jnp.zeros((32, 32)))
+    source = Source(store.put_blob(portable), ("cpu",))
     plain = replace(target("cpu-x86-64-v3"), xla_flags=("--xla_backend_optimization_level=0",))
     targets = (target("cpu-x86-64-v2"), plain)
     toolchains = [host_toolchain(each, {"jaxlib": jaxlib_version()}) for each in targets]
-    alone = list[str]()
+    alone = []
     for each in toolchains:
         with WorkerProcess(each, store, os.environ) as worker:
             alone.append(worker.compile(source, each).executable.raw_digest)
