@@ -80,10 +80,7 @@ def runtime_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _drafts_always_pay(request, monkeypatch):
-    """Drafts are verified however long that takes here: else measured times decide which calls there are.
-
-    The mark `measured_drafts` leaves it to them.
-    """
+    """Drafts are verified however long that takes here: else measured times decide which calls there are."""
     if request.node.get_closest_marker("measured_drafts") is None:
         pace = "prejit.runtime.generation.draft_pace.DraftPace"
         monkeypatch.setattr(f"{pace}.allows", lambda *_: True)
@@ -104,11 +101,7 @@ def build_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def environment_cache(tmp_path_factory):
-    """Where environments of targets are made, once for all tests; it is PREJIT_ENVIRONMENTS from here on.
-
-    PREJIT_TEST_ENVIRONMENTS names a directory that outlives the session. Without it each session
-    downloads jaxlib, and deletes it again.
-    """
+    """Where environments of targets are made, once for all tests; it is PREJIT_ENVIRONMENTS from here on."""
     kept = os.environ.get("PREJIT_TEST_ENVIRONMENTS")
     path = Path(kept).absolute() if kept else tmp_path_factory.mktemp("environments")
     with pytest.MonkeyPatch.context() as patch:
@@ -120,10 +113,7 @@ def environment_cache(tmp_path_factory):
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs code or `-m module` in a fresh process: `run_python(code, *argv, status=0, env={})`.
-
-    status is the exit status that the process must end with; None: any.
-    """
+    """Runs code or `-m module` in a fresh process: `run_python(code, *argv, status=0, env={})`."""
 
     def run(code, *argv, status=0, env=None, timeout=120):
         command = [sys.executable, *(["-c", code] if code is not None else []), *argv]

@@ -1,10 +1,4 @@
-"""A plugin of pytest that lists the tests that take most CPU time, the processes that they start included.
-
-    python -m pytest -n0 -p tests.cpu_times tests/integration/test_fleet.py
-
-Unlike `--durations` its figures do not depend on what else the machine does. A fixture's time is the first
-test's that asks for it.
-"""
+"""A plugin of pytest that lists the tests that take most CPU time, the processes that they start included."""
 
 import ctypes
 import os

@@ -82,12 +82,7 @@ def build(
     draft=None,
     quick=True,
 ):
-    """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
-
-    `forms` is a table of measured forms, for `--forms`; `adapters` are slots and rank of [adapters], `draft`
-    source and dtype of [draft]. A `quick` build is one of quick_compiling.py. What a dtype costs in accuracy
-    is not measured: that takes more programs than the bundle has.
-    """
+    """A bundle for this machine in a directory, compiled as far as a build cache does not have it."""
     manifest = directory / "decoder.toml"
     manifest.write_text(
         f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
@@ -108,10 +103,7 @@ def build(
 
 @pytest.fixture(scope="session")
 def make_decoder(tmp_path_factory, build_cache, warm, once):
-    """Builds a decoder for this machine: `make_decoder("mistral", batch=(2,), prompt=(10,), context=(24,))`.
-
-    The model is a family of this module, with random weights, which is built once a run; or a directory.
-    """
+    """Builds a decoder for this machine, of a family of this module (once a run) or of a directory."""
 
     def make(model, **buckets):
         if isinstance(model, Path):

@@ -26,14 +26,7 @@ def bert_config(**changes):
 
 
 def write_encoder(directory, *, pieces=False, changes=None, **modules):
-    """Write the checkpoint and its tokenizer, which is returned.
-
-    Args:
-        directory: for the model.
-        pieces: whether words may have several letters, each a token.
-        changes: of its config.json.
-        **modules: those of sentence-transformers around it, as fields of a `Case`.
-    """
+    """Write the checkpoint and its tokenizer, which is returned."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
     names += [f"##{letter}" for letter in ascii_lowercase * pieces]
     config = bert_config(**{"vocab_size": len(names), **(changes or {})})
@@ -73,10 +66,7 @@ TEMPLATE = (
 
 
 def write_causal(directory, *, answers):
-    """Write a Qwen3 of letters that scores: by the answers `y` and `n`, or with a head behind each text.
-
-    The first is in the layout of sentence-transformers 6. The second pads with [SEP], which ends texts.
-    """
+    """Write a Qwen3 of letters that scores: by the answers `y` and `n`, or with a head behind each text."""
     from prejit.compiler.models import config_file, model_registry
     from prejit.compiler.models.families.rotary_encoders import derived_of
     from prejit.compiler.models.parameters import parameters_of

@@ -1,7 +1,4 @@
-"""An API server of Kubernetes in this process, with as much as Helm needs to install a chart.
-
-It keeps what clients create and checks nothing: tests compare that with the published schemas.
-"""
+"""An API server of Kubernetes in this process, with as much as Helm needs to install a chart."""
 
 import json
 from contextlib import contextmanager
@@ -29,12 +26,7 @@ current-context: fake
 
 @dataclass
 class FakeKubernetes:
-    """What clients created.
-
-    Attributes:
-        kubeconfig: YAML that leads clients here.
-        objects: what they created as JSON, by its path. Helm keeps its releases as protobuf.
-    """
+    """What clients created."""
 
     kubeconfig: str = ""
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -1,8 +1,4 @@
-"""A sigstore of our own: a CA, a log of certificates and a log of signatures, with keys made for the test.
-
-It signs without a network, or answers as Fulcio and Rekor do over HTTP. Formats: RFC 6962 for the time stamp
-in a certificate and for the tree, Rekor's API v1, and sigstore's trusted_root.json.
-"""
+"""A sigstore of our own: a CA, a log of certificates and a log of signatures, with keys made for the test."""
 
 import base64
 import contextlib
@@ -167,10 +163,7 @@ class FakeSigstore:
         late_seconds=0,
         payload_type=STATEMENT_MEDIA_TYPE,
     ):
-        """Return a keyless sigstore bundle as plain data.
-
-        The certificate is logged if it is `stamped`, and the signature `late_seconds` after it was made.
-        """
+        """Return a keyless sigstore bundle as plain data."""
         key = _key()
         certificate = self.certificate(key.public_key(), identity, issuer, stamped=stamped)
         signature = key.sign(pae(payload, payload_type), _SHA256)

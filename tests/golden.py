@@ -39,13 +39,7 @@ def answering(recipe, with_answers):
 
 
 def forged(right, other, *layers):
-    """The programs and golden answers of one recipe, with layers of another, every digest set right.
-
-    Args:
-        right: has the golden answers.
-        other: has the same programs by name, which compute something else.
-        layers: `executable`, `portable`, `weights`.
-    """
+    """The programs and golden answers of one recipe, with layers of another, every digest set right."""
     from prejit.runtime.format import names
 
     of = {

@@ -1,11 +1,4 @@
-"""Measure how memory grows: generated tokens, then sessions, in this process.
-
-    python growing_memory.py BUNDLE TOKENS SESSIONS
-
-Requests of all kinds join and leave the slots of a batch. Sessions have two turns and are closed, dropped, or
-left in the middle of a stream. Memory is private memory (Private_Clean and Private_Dirty of
-/proc/self/smaps_rollup), measured after each tenth of the work. Prints JSON.
-"""
+"""Measure how memory grows: generated tokens, then sessions, in this process."""
 
 import gc
 import json
@@ -33,11 +26,7 @@ def private_bytes():
 
 
 def measured(work, total):
-    """Do so much work, which yields how much is done.
-
-    Returns:
-        `done`, `bytes` after each tenth, and `grown_bytes` from the first of them to the last.
-    """
+    """Do so much work, which yields how much is done."""
     done, points = 0, list[int]()
     for done in work:
         if done >= total * (len(points) + 1) / POINTS:

@@ -11,8 +11,7 @@ import pytest
 
 from .recipes import Recipe, export, framed, packed_in_memory
 
-TOY_KERNELS = Path(__file__).parent / "toy_kernels"
-"""Sources of two kernels: `scale` and `root`."""
+TOY_KERNELS = Path(__file__).parent / "toy_kernels"  # sources of two kernels: `scale` and `root`
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-GOLDEN = Path(__file__).parent / "format" / "v1"
-"""Bundles of the first version of the format."""
+GOLDEN = Path(__file__).parent / "format" / "v1"  # bundles of the first version of the format
 INDEX = "application/vnd.oci.image.index.v1+json"
 
 
@@ -91,10 +90,7 @@ def write_root(path: Path, entries: list[Any]) -> None:
 
 
 def copy_with_layers(golden: Path, path: Path, contents: Mapping[str, bytes]) -> Path:
-    """Write a bundle of the last target of another, whose layers of some media types have these bytes.
-
-    It is valid as far as its digests go: no program of it runs.
-    """
+    """Write a bundle of the last target of another, whose layers of some media types have these bytes."""
     from prejit.runtime.base.files import digest_of
 
     index, held, kept = index_of(golden), blobs_of(golden), dict[str, bytes | Path]()

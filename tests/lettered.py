@@ -15,8 +15,7 @@ WORDS = (
 )
 """Tokens of several bytes: some end or begin in the middle of a part of JSON, or of a character."""
 SPECIAL = ("<s>", "</s>", "[CALL]")
-PADDED = 5
-"""Logits for which the tokenizer has no token."""
+PADDED = 5  # logits for which the tokenizer has no token
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -1,9 +1,4 @@
-"""A plugin of pytest for the second interpreter: it runs what can differ there, in a few minutes.
-
-An older Python, jax and jaxlib can change what touches them: private interfaces, dispatch, tracing, compiled
-programs and their loading, and the standard library's own errors. Everything else runs on the first
-interpreter alone. `make test-other-all` runs all unit, parity and format tests on the second one, too.
-"""
+"""A plugin of pytest for the second interpreter: it runs what can differ there, in a few minutes."""
 
 from pathlib import Path
 

@@ -36,11 +36,7 @@ def faster(text):
 
 
 class Prometheus:
-    """A Prometheus that scrapes servers of this machine.
-
-    Attributes:
-        runbooks: the directory that the alerts' annotations lead to.
-    """
+    """A Prometheus that scrapes servers of this machine."""
 
     def __init__(self, directory, ports):
         """Start it in a directory. Skip the test where Prometheus is not installed."""
@@ -112,14 +108,7 @@ class Prometheus:
         wait_for(lambda: name not in self.firing(), seconds, f"{name} still fires")
 
     def follow(self, alert, command, *, env=None, **words):
-        """Run a command that an alert's runbook gives.
-
-        Args:
-            alert: the name of the alert.
-            command: as the runbook has it, to the letter.
-            env: more variables of its environment.
-            words: what stands for words of the command that are in capitals.
-        """
+        """Run a command that an alert's runbook gives."""
         page = (self.runbooks / f"{alert}.md").read_text()
         assert command in page, f"{alert}.md has no command {command}"
         for word, value in words.items():

@@ -1,11 +1,4 @@
-"""A server of OpenAI's API whose speed is known exactly: some workers, each with one request at a time.
-
-    python -m tests.queued_server --workers 4 --service-ms 40 --pause 5 1
-
-It prints its port. Every text takes `--service-ms`, in which its tokens come one after the other. The queue
-is computed, not slept: a machine that wakes it late does not make it slower. With `--pause AT SECONDS` all
-workers stand still once, so many seconds after the first text.
-"""
+"""A server of OpenAI's API whose speed is known exactly: some workers, each with one request at a time."""
 
 import argparse
 import asyncio

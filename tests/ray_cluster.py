@@ -50,24 +50,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster whose head node compiles nothing.
-
-    Attributes:
-        address: for RAY_ADDRESS.
-        environ: environment variables of its nodes.
-        logs: directory of the logs of all nodes. What a process writes is in `worker-...-PID.err`.
-    """
+    """A cluster whose head node compiles nothing."""
 
     address: str
     environ: dict[str, str]
     logs: Path
 
     def wait(self) -> None:
-        """Wait until the head node answers.
-
-        Raises:
-            SystemExit: it does not within three minutes.
-        """
+        """Wait until the head node answers."""
         host, _, port = self.address.partition(":")
         for _ in range(_PATIENCE_SECONDS):
             with suppress(OSError):
@@ -83,13 +73,7 @@ class Cluster:
 
 @contextmanager
 def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluster]:
-    """Run the head node of a cluster.
-
-    Args:
-        directory: the nodes' cache of builds.
-        port: of the head node.
-        client_port: of Ray Client there.
-    """
+    """Run the head node of a cluster."""
     environ = (
         os.environ
         | {

@@ -1,7 +1,4 @@
-"""A small real bundle in memory, compiled by XLA and packed by the compiler's own packing, and its fixtures.
-
-Nothing is imported here that costs time: jax is imported by the functions that need it.
-"""
+"""A small real bundle in memory, compiled by XLA and packed as the compiler packs, and its fixtures."""
 
 import dataclasses
 import functools
@@ -43,13 +40,7 @@ for at in sys.argv[2:]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A bundle in memory: every digest right, whatever it says. What forging starts from.
-
-    Attributes:
-        targets: as the compiler packs them.
-        name: of the bundle.
-        weights: the values of the weights layer, by tensor.
-    """
+    """A bundle in memory: every digest right, whatever it says. What forging starts from."""
 
     targets: tuple[Any, ...]
     name: str
@@ -181,12 +172,7 @@ def make_example(at):
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A program: its arrays, what it was compiled from, and its executable for each target.
-
-    Attributes:
-        executables: serialized, with the CPU features that they need, by target.
-        memory: what its executable for this machine needs.
-    """
+    """A program: its arrays, what it was compiled from, and its executable for each target."""
 
     portable: bytes
     arguments: Sequence[Any]

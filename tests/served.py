@@ -37,12 +37,7 @@ def done(value):
 
 
 class StandIn:
-    """An engine that answers at once, and whose recorder a test writes.
-
-    Attributes:
-        options: of each generation that was submitted.
-        result: what functions return; None: their names.
-    """
+    """An engine that answers at once, and whose recorder a test writes."""
 
     def __init__(self, slots=8, queue=256):
         self.options = []

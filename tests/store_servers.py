@@ -39,18 +39,7 @@ _REQUEST = re.compile(rb'"(?:GET|HEAD|PUT|POST|PATCH|DELETE) ')
 
 @dataclass
 class Server:
-    """A kind of store, and how to start it.
-
-    Attributes:
-        name: for people.
-        url: for `--store`.
-        files: the directory that holds them; None: the server loses them when it is killed.
-        log: what the server prints; None: there is no server.
-        command: starts its server; empty: it has none.
-        ready: called once it answers.
-        env: variables of builds that use it.
-        env_server: variables of the server.
-    """
+    """A kind of store, and how to start it."""
 
     name: str
     url: str
@@ -143,14 +132,7 @@ def nginx(directory: Path) -> Server | None:
 def docker_registry(
     directory: Path, *, address: str = "127.0.0.1", http: str = "", more: str = ""
 ) -> Server | None:
-    """Return an OCI registry; None: docker-registry is not installed.
-
-    Args:
-        directory: for its files; there may be several registries in one.
-        address: where it listens.
-        http: more of its settings of HTTP, as members of a YAML mapping.
-        more: more of its settings, as lines of YAML.
-    """
+    """Return an OCI registry; None: docker-registry is not installed."""
     program = shutil.which("docker-registry")
     if program is None:
         return None

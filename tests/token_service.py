@@ -24,16 +24,7 @@ ADDRESS = "127.0.0.2"
 
 @dataclass
 class GuardedRegistry:
-    """A registry that wants tokens, and how its token service behaves.
-
-    Attributes:
-        host: `host:port`.
-        authority: the file of its private CA.
-        passwords: of its users. A `reader` may only pull.
-        identities: tokens that stand for a user's password.
-        begins, ends: of a token, in seconds from now.
-        asked: the scopes that were asked for, of each request.
-    """
+    """A registry that wants tokens, and how its token service behaves."""
 
     host: str
     authority: Path

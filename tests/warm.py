@@ -1,9 +1,4 @@
-"""Runs `prejit` in processes forked from one that has imported the build side: 3 s of CPU less a build.
-
-Each command has a process of its own, as it has for a user, with its own memory, environment and exit
-status. Only what is imported is there already. What a start-up costs, imports or leaves behind is tested with
-real new processes.
-"""
+"""Runs `prejit` in processes forked from one that has imported the build side: 3 s of CPU less a build."""
 
 import gc
 import importlib
@@ -24,12 +19,7 @@ from . import quick_compiling
 
 
 class WarmProcess:
-    """A command that runs in a process of its own. Its methods are named as those of `subprocess.Popen`.
-
-    Attributes:
-        pid: of the process, and of its group.
-        returncode: None before `communicate` or `wait`.
-    """
+    """A command that runs in a process of its own. Its methods are named as those of `subprocess.Popen`."""
 
     def __init__(self, python, pid, files):
         self._python, self.pid, self._files = python, pid, files
@@ -58,14 +48,7 @@ class WarmPython:
         self._ended = {}
 
     def prejit(self, *arguments, env=None, timeout=600, quick=False):
-        """Run `prejit ARGUMENTS` in a process of its own.
-
-        Args:
-            arguments: of the command.
-            env: variables that are set beside those of this process.
-            timeout: seconds after which it is killed.
-            quick: compile with the flags of quick_compiling.py, without a word of them in the bundle.
-        """
+        """Run `prejit ARGUMENTS` in a process of its own."""
         process = self.start(*arguments, env=env, quick=quick)
         output, errors = process.communicate(timeout)
         return subprocess.CompletedProcess([*arguments], process.returncode, output, errors)

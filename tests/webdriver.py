@@ -1,7 +1,4 @@
-"""A headless Chromium, driven by chromedriver's WebDriver protocol. Needs no package beside Debian's two.
-
-The protocol is HTTP with JSON: https://www.w3.org/TR/webdriver2/.
-"""
+"""A headless Chromium, driven by chromedriver's WebDriver protocol. Needs no package beside Debian's two."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ import socket
 import struct
 import time
 
-STALL_SECONDS = 0.5
-"""Longer than the time limit that the campaign's processes have for an answer."""
+STALL_SECONDS = 0.5  # longer than the time limit that the campaign's processes have for an answer
 ABSURD_WAITS = (
     "999999999",
     "9" * 400,

@@ -1,8 +1,4 @@
-"""Break transfers of a small bundle at random, and look at what they left; then let each go on unbroken.
-
-Each case has a way (a pull, a push, ...), a fault and a seed. Processes of their own transfer, without the
-rights of root; the registry is in this process. `transfer_checks.run_case` says what went wrong.
-"""
+"""Break transfers of a small bundle at random, and look at what they left; then let each go on unbroken."""
 
 import json
 import os
@@ -45,8 +41,7 @@ from .transfer_processes import (
 WEIGHTS_BYTES = 300_000
 ANSWER_SECONDS, CLEAN_ANSWER_SECONDS = 0.3, 10.0
 """Time limits of an answer, while something breaks and when nothing does."""
-LIMIT_SECONDS = 30.0
-"""Longest time of a process. One that takes longer hangs."""
+LIMIT_SECONDS = 30.0  # longest time of a process. One that takes longer hangs
 USER = "me:secret"
 WAYS = {PULL: 30, ARRIVE: 10, HTTP: 10, DIRECTORY: 8, TAR: 7, PUSH: 20, PUSH_TAR: 8, COPY: 7}
 """All ways, and how many of 100 cases each gets."""
@@ -119,15 +114,7 @@ FAULTS = {
 
 @dataclass
 class Place:
-    """The servers of a worker, and its directory.
-
-    Attributes:
-        registry: what breaks.
-        abroad: another host, to which requests are redirected.
-        scratch: the directory of this worker.
-        env: variables of its processes.
-        can_mount: whether this process may mount small disks.
-    """
+    """The servers of a worker, and its directory."""
 
     registry: FakeRegistry
     abroad: FakeRegistry
@@ -138,16 +125,7 @@ class Place:
 
 @dataclass
 class Breaking:
-    """Breaks requests to a repository: `FakeRegistry.fault`, while it is on.
-
-    Attributes:
-        name: the repository; requests to others are answered.
-        methods: of requests that break.
-        part: a text in their paths.
-        first, times: which of these requests break.
-        make: gives what happens instead of the right answer; None: nothing.
-        happened: how many did.
-    """
+    """Breaks requests to a repository: `FakeRegistry.fault`, while it is on."""
 
     name: str
     methods: tuple[str, ...]
@@ -172,13 +150,7 @@ class Breaking:
 
 @dataclass
 class Case:
-    """A transfer that breaks, then goes on.
-
-    Attributes:
-        number: seed of all that is random in it.
-        way, fault: what moves how, and what breaks.
-        versions: the bundle that the tag leads to, and the next one.
-    """
+    """A transfer that breaks, then goes on."""
 
     number: int
     way: str
@@ -258,10 +230,7 @@ class Case:
     # -------------------------------------------------------------- attempts
 
     def attempt(self, count, *, source="", file_bytes=0, after=None):
-        """Transfer in some processes at once. Return how each ended: empty for well, else the error's class.
-
-        `after`: a signal, and the seconds after which all get it.
-        """
+        """Transfer in some processes at once. Return how each ended: empty, or the class of its error."""
         into = f"oci://{self.place.registry.host}/{self.name}:v1"
         outcomes = [self.at / f"outcome{number}" for number in range(count)]
         started = []

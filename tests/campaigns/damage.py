@@ -1,7 +1,4 @@
-"""Damage any file of a signed bundle at random, verify and use it, and say what became of it.
-
-Each example has a seed of its own. `prejit verify` must refuse every change, and no use gives a wrong token.
-"""
+"""Damage any file of a signed bundle at random, verify and use it, and say what became of it."""
 
 import contextlib
 import gc
@@ -23,8 +20,7 @@ from prejit.runtime.base.files import digest_of
 
 PROMPT = "def read_lines(path):"
 NEW_TOKENS = 12
-MOST_BYTES = 8 << 10
-"""The largest range that is zeroed, swapped or appended."""
+MOST_BYTES = 8 << 10  # the largest range that is zeroed, swapped or appended
 
 MODES = ("beside", "early", "late", "receipts", "policy", *("checks",) * 5)
 """Ways to use a damaged bundle. An example has the mode at the index that is its last digit.
@@ -43,16 +39,7 @@ OF_DIRECTORIES = ("deleted", "linked", "exchanged", "added")
 
 @dataclass(frozen=True)
 class Damage:
-    """A change of a file, in place or in its directory.
-
-    Attributes:
-        kind: what happens to the file.
-        roles: what the file is in the bundle; two if it is exchanged with another.
-        file: its path.
-        writes: offsets, and the bytes that are written there.
-        size: of the file afterwards.
-        other: the file that it is exchanged with.
-    """
+    """A change of a file, in place or in its directory."""
 
     kind: str
     roles: tuple[str, ...]
@@ -73,11 +60,7 @@ class Damage:
 
 
 def build(arguments):
-    """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for. Sign it.
-
-    Args:
-        arguments: the manifest, the directory for the bundle, and the build cache.
-    """
+    """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for. Sign it."""
     from tests.quick_compiling import compile_children_quickly
     from tests.signers import key_table, signer, write_policy
 
@@ -103,10 +86,7 @@ def policy_of(bundle):
 
 @cache
 def files(bundle):
-    """Return every file of a bundle by its role.
-
-    `other` marks those of the target that is not served, and `attached` those that refer to the bundle.
-    """
+    """Return every file of a bundle by its role."""
     from prejit.runtime import load
 
     served = load(bundle, on_mismatch="error").target
@@ -163,13 +143,7 @@ def chunked(bundle):
 
 
 def draw(bundle, generator, kinds=()):
-    """Draw the damage of one file: in a third of all cases, of one with chunks.
-
-    Args:
-        bundle: the bundle.
-        generator: decides.
-        kinds: the kinds of damage; none: all.
-    """
+    """Draw the damage of one file: in a third of all cases, of one with chunks."""
     roles = files(bundle)
     large = [role for role, file in roles.items() if file in chunked(bundle)]
     role = generator.choice(large if generator.random() < 1 / 3 else list(roles))
@@ -237,12 +211,7 @@ def positions(bundle):
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome of one damage.
-
-    Attributes:
-        differ: the offsets of the bytes that differ.
-        allowed: why a load may give tokens, or None: it must not.
-    """
+    """The outcome of one damage."""
 
     differ: frozenset[int]
     allowed: str | None
@@ -321,17 +290,7 @@ def _applied_to_directory(damage):
 
 
 def judged(bundle, damage, done, found, expected, rejection):
-    """Return what is wrong with a use of a damaged bundle; None: nothing is.
-
-    Args:
-        bundle: the bundle.
-        damage: the damage.
-        done: what it did.
-        found: the tokens, or the text.
-        expected: those of the sound bundle.
-        rejection: the message of the rejection, and the file that it names, or "" if any may be
-            named; None: there was none.
-    """
+    """Return what is wrong with a use of a damaged bundle; None: nothing is."""
     if found != expected[: len(found)]:
         return f"wrong reply: expected {expected!r}, found {found!r}"
     is_whole = len(found) == len(expected)
@@ -376,17 +335,7 @@ def drop_receipts():
 
 
 def attempt(bundle, campaign, number, expected):
-    """Try an example, and return number, kind, role, mode and result.
-
-    The result is `rejected`, or `same bytes`, `not read` or `read leniently` if the tokens are right, or
-    `bad`; then `problem` says what is.
-
-    Args:
-        bundle: the bundle, which is sound before and afterwards.
-        campaign: `random`, or `positions` for each place of a chunk.
-        number: of the example.
-        expected: the tokens of the sound bundle.
-    """
+    """Try an example, and return number, kind, role, mode and result."""
     if campaign == "positions":
         damage, mode = draw_position(bundle, number)
     else:

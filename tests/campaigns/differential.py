@@ -1,12 +1,4 @@
-"""Random functions of random trees, called in every way that a bundle has, beside jax.jit.
-
-    .venv/bin/python -m tests.campaigns.differential SEED FUNCTIONS CHECKS    a batch; prints its outcomes
-
-A batch writes a module of random functions, builds them into one bundle, and calls each with its example's
-kind of arguments and with others: other dtypes, shapes, containers, weak types, settings. A way may refuse
-what it does not have; whatever it answers, jax.jit answers too, with the same tree, dtypes, weak types and
-values. It may never refuse arguments like the example's, and `jit` refuses nothing that jax.jit takes.
-"""
+"""Random functions of random trees, called in every way that a bundle has, beside jax.jit."""
 
 import contextlib
 import importlib.util
@@ -91,11 +83,7 @@ def compare(found, wanted):
 
 
 def plain(tree):
-    """Return a tree with OrderedDicts for dicts and records with names, and tuples for lists.
-
-    Calls of a bundle return what was built. They take a record for a dict, in any order, and a list for a
-    tuple. A dict has the order that it has.
-    """
+    """Return a tree with OrderedDicts for dicts and records with names, and tuples for lists."""
 
     def is_other(node):
         return isinstance(node, dict | tuple | list)
@@ -115,12 +103,7 @@ def plain(tree):
 
 @dataclass(frozen=True)
 class Subject:
-    """A function in all its forms.
-
-    Attributes:
-        reference: jax.jit of it.
-        ways: what is compared with it, by name; `BIND` with two calls of it, `BIND_ALL` with four.
-    """
+    """A function in all its forms."""
 
     function: Function
     reference: Callable[..., Any]
@@ -256,11 +239,7 @@ def _check(subject, chance, checks, outcomes):
 
 
 def _compare_ways(subject, variant, arguments, usual, outcomes):
-    """Compare the answers of all ways to arguments with those of jax.jit.
-
-    A dict with a record's names may stand for it, though the function cannot read it: the answer is that to
-    the `usual` arguments.
-    """
+    """Compare the answers of all ways to arguments with those of jax.jit."""
     wanted = error = by_name = None
     try:
         wanted = subject.reference(*arguments)

@@ -11,16 +11,7 @@ _BEGIN, _END = "<!-- drills.json: begin -->\n\n", "\n<!-- drills.json: end -->"
 
 @dataclass(frozen=True)
 class Drill:
-    """One failure of production, and what was seen.
-
-    Attributes:
-        failure: what was broken.
-        clients: what honest clients saw.
-        metric: the series that moved, and from where to where; empty: none.
-        alert: what fired; empty: nothing should, and nothing did.
-        seconds: how long the drill waited for the alert, with rules that are FASTER; 0 without an alert.
-        recovery: what ended it, by the runbook, as Markdown; empty: nothing was needed.
-    """
+    """One failure of production, and what was seen."""
 
     failure: str
     clients: str

@@ -23,14 +23,7 @@ CLIENTS = 2
 
 
 class Stage:
-    """The servers, the clients and the Prometheus of one drill.
-
-    Attributes:
-        directory: of its files.
-        bundle: its own copy of the bundle.
-        source: the bundle that it was copied from.
-        answers: what the bundle answers to honest clients.
-    """
+    """The servers, the clients and the Prometheus of one drill."""
 
     def __init__(self, directory, source, answers):
         self.directory, self.source, self.answers = directory, source, answers

@@ -1,12 +1,4 @@
-"""lm-evaluation-harness against `prejit serve`, and the same tasks with transformers on the same checkpoint.
-
-    make evaluation                                          installs the harness and torch in an environment
-    .venv/bin/python -m tests.campaigns.evaluation PYTHON    with the interpreter of one that has them
-
-The tasks of `evaluation_tasks` run twice: by `local-completions`, the harness's client of OpenAI servers, and
-by `hf`. Log-likelihoods must agree within 1e-4, greedy flags and generated texts exactly, but for a space
-before a text, which `hf` drops because it decodes the new tokens alone. The figures go to evaluation.json.
-"""
+"""lm-evaluation-harness against `prejit serve`, and the same tasks with transformers on its checkpoint."""
 
 import json
 import os
@@ -23,8 +15,7 @@ from tests.ports import free_port
 
 TASKS = Path(__file__).with_name("evaluation_tasks")
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT / "shared"))
-MOST_DIFFERENCE = 1e-4
-"""Log-likelihoods of texts of up to 40 tokens may differ by so much."""
+MOST_DIFFERENCE = 1e-4  # log-likelihoods of texts of up to 40 tokens may differ by so much
 _NAMES = tuple(sorted(f"prejit_{path.stem}" for path in TASKS.glob("*.yaml")))
 
 

@@ -1,8 +1,4 @@
-"""Kill a command, or fail one of its system calls, at any place; then look at what it left and mend it.
-
-The functions named `Scenario.command`, and `heal`, run in processes of their own (processes.py). faults.c is
-preloaded there: it counts the calls on files below a directory and breaks the n-th.
-"""
+"""Kill a command, or fail one of its system calls, at any place; then look at what it left and mend it."""
 
 import ctypes
 import dataclasses
@@ -29,8 +25,7 @@ LASTING = ("ENOSPC", "EROFS", "EIO")
 MAY_FAIL_ANYHOW = frozenset(("open", "write", "fsync", "rename", "link", "mmap"))
 """The calls that get each error; the others get `FEW_ERRORS`."""
 FEW_ERRORS = ("EIO", "EACCES", "EINTR")
-LASTING_EVERY = 5
-"""Errors that last begin at every n-th call."""
+LASTING_EVERY = 5  # errors that last begin at every n-th call
 BUCKETS = (1, 2)
 MANIFEST = f"""
 [bundle]
@@ -49,15 +44,7 @@ OLD, NEW = 2, 3
 
 @dataclass(frozen=True)
 class Fault:
-    """What breaks.
-
-    Attributes:
-        at: the number of the call, from 1, of those on files below the directory; 0: none.
-        error: the name of the error; None: SIGKILL of the process group.
-        lasts: whether every later call of the same name fails too.
-        after_seconds: kill the group after this time instead.
-        clock_seconds: by how much the command's clock is ahead.
-    """
+    """What breaks."""
 
     at: int = 0
     error: str | None = None
@@ -67,11 +54,7 @@ class Fault:
 
 
 def compile_shim(directory):
-    """Return the shared library to preload.
-
-    Raises:
-        FileNotFoundError: there is no C compiler.
-    """
+    """Return the shared library to preload."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise FileNotFoundError("no C compiler: cc, gcc or clang")
@@ -140,13 +123,7 @@ def value(directory, *, other_machine=False):
 
 
 def value_of(path, cache, *, other_machine=False):
-    """Return what the programs of a bundle give for ones.
-
-    Args:
-        path: the bundle.
-        cache: the runtime's cache.
-        other_machine: whether this machine is none of its targets.
-    """
+    """Return what the programs of a bundle give for ones."""
     import warnings
 
     import numpy as np
@@ -226,11 +203,7 @@ def heal(root):
 
 
 def every_fault(calls):
-    """Return all faults of a command: a kill at every call, each error at every call, and errors that last.
-
-    Args:
-        calls: the names of the command's calls, in their order.
-    """
+    """Return a kill at every call of a command, each error at every call, and errors that last."""
     faults = [Fault(at) for at in range(1, len(calls) + 1)]
     for at, name in enumerate(calls, 1):
         errors = ERRORS if name in MAY_FAIL_ANYHOW else FEW_ERRORS

@@ -27,15 +27,7 @@ REQUIREMENT = "dev.prejit.requirement"
 
 @dataclass
 class Draft:
-    """A bundle in memory, to be changed.
-
-    Attributes:
-        root: `index.json`.
-        index: the bundle's index.
-        targets: manifest and config of each target.
-        blobs: layers by digest.
-        hooks: change the bytes of a file when it is written, before its digest is computed: by role.
-    """
+    """A bundle in memory, to be changed."""
 
     root: Any
     index: Any

@@ -1,13 +1,4 @@
-"""Hostile bundles: each is rejected with an error of prejit's, or is right; soon, in little memory.
-
-    PREJIT_FUZZ_EXAMPLES=100000 .venv/bin/python -m tests.campaigns.fuzz     all of them, and fuzz.json
-    .venv/bin/python -m tests.campaigns.fuzz NUMBER                          one again, with its traceback
-
-Each example has a seed of its own. It changes a golden bundle and asks `prejit verify`, in this process. Some
-kinds leave the digests as they are, as a bad disk does. The others set all of them right again, as an
-attacker does. Of bundles with one target it also asks a load and all that may follow one: what one of the two
-accepts the other must accept. Nothing reaches XLA or the dynamic linker.
-"""
+"""Hostile bundles: each is rejected with an error of prejit's, or is right; soon, in little memory."""
 
 import contextlib
 import dataclasses
@@ -80,10 +71,7 @@ def read_as_loads_do(path):
 
 @dataclass
 class Tried:
-    """An example, what was done to which bundle, and its outcome: `rejected` or `accepted`.
-
-    CPU time and memory are those beyond the sound bundle's. An empty `problem` is none.
-    """
+    """An example, what was done to which bundle, and its outcome: `rejected` or `accepted`."""
 
     number: int
     bundle: str
@@ -237,15 +225,7 @@ def try_all(attempt, count, every):
 
 
 def figures_of(found, started, *packages, usual, **more):
-    """Return the figures of a campaign, as its file has them.
-
-    Args:
-        found: all examples.
-        started: when they began, by time.monotonic.
-        packages: whose versions are among the figures.
-        usual: the examples whose time and memory count.
-        more: other figures.
-    """
+    """Return the figures of a campaign, as its file has them."""
     problems = [each for each in found if each.problem]
     by_kind = {}
     for (kind, outcome), count in sorted(Counter((t.kind, t.outcome) for t in found).items()):

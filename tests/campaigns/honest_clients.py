@@ -15,15 +15,7 @@ LIMIT_SECONDS = 120
 
 
 class Clients(threading.Thread):
-    """Clients that send one request after the other, each with its own prompt, in one event loop.
-
-    A thread for each of 200 clients measured how these threads waited for each other.
-
-    Attributes:
-        gaps: seconds between two events of a stream, by the times when their bytes came.
-        texts: each text with its prompt and the fingerprint of the bundle that gave it.
-        failures: what should not have happened.
-    """
+    """Clients that send one request after the other, each with its own prompt, in one event loop."""
 
     def __init__(self, server, count):
         super().__init__(daemon=True)  # a test that fails does not wait for it

@@ -1,11 +1,4 @@
-"""An honest client of a server, and hostile ones. Each kind of client is a process; it prints JSON.
-
-    python -m tests.campaigns.hostile_clients honest PORT KEY SECONDS
-    python -m tests.campaigns.hostile_clients hostile PORT KEY SECONDS CONNECTIONS [KIND ...]
-
-The hostile ones have the least priority of the machine (nice 19) and pause between their requests: the honest
-one waits for what the server does, not for the CPU time of its neighbours.
-"""
+"""An honest client of a server, and hostile ones. Each kind of client is a process; it prints JSON."""
 
 import asyncio
 import json
@@ -23,18 +16,13 @@ from socket import SO_LINGER, SOL_SOCKET
 
 HOST = "127.0.0.1"
 STREAMS = 4
-PROMPTS = 16
-"""How many prompts each stream of the honest client sends in turn, of about 40 tokens."""
+PROMPTS = 16  # how many prompts each stream of the honest client sends in turn, of about 40 tokens
 LETTERS = {str(byte - ord("!")): 100 for byte in range(ord("a"), ord("z") + 1)}
 """A bias towards the tokens of letters, so that each token is text: an event tells the time of one token."""
-SCRAPE_SECONDS = 0.25
-"""Pause between two scrapes of /metrics."""
-PATIENCE_SECONDS = 60.0
-"""How long the honest client waits for the next bytes."""
-HOSTILE_SECONDS = 30.0
-"""How long a hostile request lasts at most."""
-OPENED_A_SECOND = 400
-"""Connections that are opened in a second until all that are wanted are open."""
+SCRAPE_SECONDS = 0.25  # pause between two scrapes of /metrics
+PATIENCE_SECONDS = 60.0  # how long the honest client waits for the next bytes
+HOSTILE_SECONDS = 30.0  # how long a hostile request lasts at most
+OPENED_A_SECOND = 400  # connections that are opened in a second until all that are wanted are open
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -73,14 +61,7 @@ async def status_of(reader):
 
 @dataclass
 class Honest:
-    """Reads completions as streams, one after the other in each of four tasks, and scrapes /metrics.
-
-    Attributes:
-        gaps: seconds between two tokens of a text.
-        firsts: seconds to the first token of each text.
-        scrapes: seconds of each scrape.
-        failures: requests and scrapes that failed, and texts that differ from earlier ones.
-    """
+    """Reads completions as streams, one after the other in each of four tasks, and scrapes /metrics."""
 
     port: int
     key: str
@@ -243,13 +224,7 @@ class Hostile:
             await asyncio.sleep(1 / 20)
 
     async def _send(self, pieces, *, pause=0, leave_after=None):
-        """Send pieces, and return the status of the answer or how the connection ended.
-
-        Args:
-            pieces: what is sent, one after the other.
-            pause: seconds between two pieces.
-            leave_after: go after so many seconds, without an answer.
-        """
+        """Send pieces, and return the status of the answer or how the connection ended."""
         pieces = (pieces,) if isinstance(pieces, bytes) else pieces
         async with connected(self._port) as (reader, writer):
             answer = asyncio.create_task(status_of(reader))

@@ -67,13 +67,7 @@ def nasty(generator):
 
 
 def edited(plain, generator, more=()):
-    """Return a JSON value with one to three of its parts changed, taken away, doubled or exchanged.
-
-    Args:
-        plain: the value.
-        generator: decides.
-        more: names that may be added to it.
-    """
+    """Return a JSON value with one to three of its parts changed, taken away, doubled or exchanged."""
     plain = deepcopy(plain)
     for _ in range(generator.randrange(1, 4)):
         if more and generator.random() < 0.3:

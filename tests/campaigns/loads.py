@@ -1,21 +1,4 @@
-"""Hostile bundles through the full loader: each in a child process that loads and runs it.
-
-    PREJIT_LOADS_EXAMPLES=2000 .venv/bin/python -m tests.campaigns.loads      all of them, and loads.json
-    .venv/bin/python -m tests.campaigns.loads --only NUMBER --keep DIRECTORY  one again, and its files
-
-Bundles of this machine are signed, then changed as `fuzz` changes golden ones, and in the bytes of their
-executables, portable programs and kernels besides, with all digests right. Each child process is a fork of
-one that has imported everything. It asks first whether a policy lets the bundle run, then loads it without a
-policy.
-
-What must hold:
-
-- A bundle whose digests are wrong somewhere is rejected, or its answers are right.
-- No example ends with an exception that is not prejit's, nor with a message that no terminal should show.
-- The policy allows nothing but what was signed, byte for byte.
-- No process crashes, hangs, or takes much more time or memory than with the sound bundle: but by bytes of
-  code (executables, portable programs, kernels) that their author changed. A policy refuses each of these.
-"""
+"""Hostile bundles through the full loader: each in a child process that loads and runs it."""
 
 import argparse
 import contextlib
@@ -66,14 +49,7 @@ PRELOADED = (
 
 
 def _repacked(draft, place, key, change):
-    """Write a pack of a target again with changed programs, and set all digests right.
-
-    Args:
-        draft: the bundle.
-        place: of the target.
-        key: `executable` or `portable`.
-        change: takes the name and the bytes of each program.
-    """
+    """Write a pack of a target again with changed programs, and set all digests right."""
     manifest, config = draft.targets[place]
     layer = forged_bundles.pack_of(manifest, config, config["programs"][0][key])
     content, pack = draft.blobs[layer["digest"]], b""
@@ -178,10 +154,7 @@ def code_of(files):
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound bundle, by its directory, a policy that allows it, and the identities of its targets.
-
-    A decoder takes too long to compile in a fallback.
-    """
+    """A sound bundle, by its directory, a policy that allows it, and the identities of its targets."""
 
     name: str
     policy: str
@@ -278,12 +251,7 @@ def use_apart(path, sound, *, falls_back, directory):
 
 @dataclass
 class Tried(fuzz.Tried):
-    """An example and its outcome: `right`, `another answer`, the name of an error, or how its process ended.
-
-    Attributes:
-        policy: what the policy said: `allowed`, or the name of an error.
-        by_code: an end, time or memory that is there because of bytes of code; empty: nothing of the kind.
-    """
+    """An example and its outcome: `right`, `another answer`, an error, or how its process ended."""
 
     policy: str
     by_code: str
@@ -348,15 +316,7 @@ class Loads(fuzz.Examples):
 
 
 def judged(said, excess, answer, *, kind, of_code):
-    """Return what is there because of bytes of code, and what is bad; empty: nothing.
-
-    Args:
-        said: what the child process reported, and how it ended.
-        excess: an end that is no exit, or time or memory beyond those of the sound bundle; empty: none.
-        answer: the sound bundle's.
-        kind: of the change.
-        of_code: whether it changed code.
-    """
+    """Return what is there because of bytes of code, and what is bad; empty: nothing."""
     policy, outcome = said.get("policy", "no answer"), said.get("ended") or said["outcome"]
     text = said.get("text", "")
     if policy in ("allowed what is not signed", "no answer"):

@@ -1,8 +1,4 @@
-"""The parsers of what others write: name, entry point, and inputs to begin with. For `parser_fuzz`.
-
-Each parser takes bytes and returns, or raises an error that its callers expect: one of prejit's, or
-`RefusedError` in the room of trust. What the server's error handler expects is caught here.
-"""
+"""The parsers of what others write: name, entry point, and inputs to begin with. For `parser_fuzz`."""
 
 import contextlib
 import importlib
@@ -42,14 +38,7 @@ Form = Literal["json", "toml", "bytes"]
 
 @dataclass(frozen=True)
 class Parser:
-    """A parser.
-
-    Attributes:
-        modules: what is measured and steers: prefixes of the names of modules.
-        make: imports the parser and returns it; called once.
-        seeds: returns inputs to begin with.
-        form: how inputs are changed besides flipped bytes.
-    """
+    """A parser."""
 
     modules: tuple[str, ...]
     make: Callable[[], Callable[[bytes], object]]

@@ -1,8 +1,4 @@
-"""Run functions in processes of their own, with time and growth of memory measured and bounded.
-
-A fork server imports the build side once and each function runs in a fork of it, so that hundreds of
-builds take minutes. No JAX backend exists in the server, which makes forking it safe.
-"""
+"""Run functions in processes of their own, with time and growth of memory measured and bounded."""
 
 import json
 import multiprocessing
@@ -36,15 +32,7 @@ whoever comes second gets 255."""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a process ended.
-
-    Attributes:
-        status: its exit status; negative: the signal that ended it; None: it ran into the time limit.
-        stdout, stderr: what it printed.
-        seconds: wall time.
-        growth_bytes: resident memory beyond that of the server it was forked from, or that of its largest
-            child if that is more.
-    """
+    """How a process ended."""
 
     status: int | None
     stdout: str
@@ -70,14 +58,7 @@ def start(function, *arguments, daemon=False):
 
 
 def run(function, argument, directory, *, limit_seconds):
-    """Run a function in a fork.
-
-    Args:
-        function: of a module that can be imported by name; it returns the exit status.
-        argument: of the function.
-        directory: the working directory of the process, and where its output is kept.
-        limit_seconds: after this time the process and its children are killed.
-    """
+    """Run a function in a fork."""
     growth = directory / "growth.json"
     for file in (directory / "stdout", directory / "stderr", growth):
         file.unlink(missing_ok=True)

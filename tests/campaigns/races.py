@@ -1,8 +1,4 @@
-"""Processes that write and read one cache at once, some of them killed.
-
-Each class of `CACHES` is one shared directory: how it is written, how it is read, and what may be left there.
-What a cache holds follows from its name, so that every reader knows what is right.
-"""
+"""Processes that write and read one cache at once, some of them killed."""
 
 import contextlib
 import hashlib
@@ -44,21 +40,14 @@ from prejit.runtime.recorded.recorded_bundle import open_recorded
 
 from . import processes
 
-PROCESSES = 16
-"""So many write, and as many read."""
-NAMES = 8
-"""So many things a cache holds at once, at most: few, so that processes meet."""
+PROCESSES = 16  # so many write, and as many read
+NAMES = 8  # so many things a cache holds at once, at most: few, so that processes meet
 _LIMIT_SECONDS = 3600
-_KILL_SECONDS = 0.2
-"""A writer is killed after at most this time, and then the next."""
+_KILL_SECONDS = 0.2  # a writer is killed after at most this time
 
 
 class Cache(ABC):
-    """A shared directory.
-
-    `write` and `read` are called in processes that may be killed at any moment. `read` raises AssertionError
-    where it finds something wrong. Any other error of either is a false rejection.
-    """
+    """A shared directory."""
 
     def __init__(self, directory):
         self._directory = directory
@@ -331,18 +320,7 @@ CACHES = {
 
 @dataclass(frozen=True)
 class Lap:
-    """What one process of a race does.
-
-    Attributes:
-        cache: its name in `CACHES`.
-        directory: of the cache.
-        writes: whether it writes; if not, it reads.
-        slot: its place in the file of counters.
-        rounds: how many rounds all processes with this slot do together.
-
-    Beside the directory are the files `counters`, of the rounds that are done, 8 bytes for each slot, and
-    `errors`, of what went wrong.
-    """
+    """What one process of a race does."""
 
     cache: str
     directory: Path
@@ -369,18 +347,7 @@ def run_lap(lap):
 
 
 def race(name, directory, *, rounds, writers, seed):
-    """Let processes write and read one cache, and kill writers at random moments.
-
-    Args:
-        name: the cache's name in `CACHES`.
-        directory: an empty directory.
-        rounds: how often each process writes or reads.
-        writers: how many processes write; as many read.
-        seed: of the moments.
-
-    Returns:
-        Wrong reads, false rejections and what the next use left there; and the figures of the race.
-    """
+    """Let processes write and read one cache, and kill writers at random moments."""
     pick = random.Random(seed)
     cache = CACHES[name](directory / "cache")
     cache.prepare()

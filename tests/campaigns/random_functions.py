@@ -122,13 +122,7 @@ def given(tree, chance):
 
 @dataclass(frozen=True)
 class Function:
-    """A random function.
-
-    Attributes:
-        example: its arguments, in whose places are `Leaf`s.
-        sizes: how a call may have another number of rows: `pad` or `open_sizes`; None: it may not.
-        has_state: whether the first result may be the next call's first argument.
-    """
+    """A random function."""
 
     name: str
     source: str

@@ -1,8 +1,4 @@
-"""Releases of one small model: twenty that must not take the place of the base, and twenty that may.
-
-Each is a real bundle that `prejit build` writes, from a checkpoint or a manifest with one thing changed. What
-makes a model slower without other tokens is a layer whose output projections are zero: it adds nothing.
-"""
+"""Releases of one small model: twenty that must not take the place of the base, and twenty that may."""
 
 import json
 import shutil
@@ -16,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.layouts import blob, index_of
 from tests.lettered import write_lettered
 
-LAYERS = 2
-"""Layers that compute; all others add nothing."""
+LAYERS = 2  # layers that compute; all others add nothing
 IDLE = 6
 DEEP = {"n_embd": 256, "n_head": 8}
 """Idle layers and sizes of a base in which one layer is a tenth of the time."""
@@ -37,17 +32,7 @@ cpu_features = ["64bit", "cmov", "cx8", "fxsr", "sse", "sse2", "sse3", "ssse3", 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
-
-    Attributes:
-        name: of the bundle.
-        targets: names of targets, or tables in TOML.
-        batch, prompt, context, draft_tokens: buckets.
-        dtype: of the weights.
-        slo: the keys of [slo].
-        license: the text of a licence; empty: there is none.
-        more: sections at the end.
-    """
+    """What a manifest says."""
 
     name: str = "m"
     targets: tuple[str, ...] = TARGETS
@@ -73,25 +58,12 @@ class Manifest:
         )
 
 
-Change = Callable[[Path], object]
-"""Changes the files of a model, or those of a bundle."""
+Change = Callable[[Path], object]  # changes the files of a model, or those of a bundle
 
 
 @dataclass(frozen=True)
 class Release:
-    """A release beside the base.
-
-    Attributes:
-        name: what is changed.
-        checks: the checks of which one at least must fail; empty: the release is good.
-        manifest: of its build.
-        config: fields of config.json that differ.
-        idle: layers that add nothing. With some it is a release beside the deep base.
-        change: changes the checkpoint.
-        after: changes the bundle.
-        fresh: whether it is built with an empty cache.
-        signed: whether it is signed, and both run under a policy that wants it.
-    """
+    """A release beside the base."""
 
     name: str
     checks: tuple[str, ...] = ()

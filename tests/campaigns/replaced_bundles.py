@@ -12,18 +12,11 @@ from prejit.compiler.pipeline.layout_writing import write_layout
 from . import faults
 from .races import attach_note
 
-_EXCHANGE = 2
-"""RENAME_EXCHANGE of renameat2."""
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 
 
 def load_often(given):
-    """Load bundles until each was replaced in each way, call all programs, and print what they gave as JSON.
-
-    Args:
-        given: the directories, which the loads take in turn; the least number of loads; the values, of
-            which each load has to give one; the runtime's cache; and the file that counts each way of
-            replacing.
-    """
+    """Load bundles until each was replaced in each way, call their programs, and print what they gave."""
     paths, least, right, cache, counts_file = given
     counts = {}
     errors = []
@@ -45,13 +38,7 @@ def load_often(given):
 
 
 def replace_often(given):
-    """Replace bundles in each of the ways of `WAYS`, in turn, for ever.
-
-    Args:
-        given: whole bundles, which are put in place in turn; the directory that is written into, and
-            exchanged for others; a symbolic link that is turned to others; the file of how often each was
-            done.
-    """
+    """Replace bundles in each of the ways of `WAYS`, in turn, for ever."""
     sources, direct, turned, counts_file = given
     counts = dict.fromkeys((way.__name__ for way in WAYS), 0)
     for number, source in enumerate(itertools.cycle(sources)):
@@ -115,5 +102,4 @@ def link(source, path, number):
         shutil.rmtree(before)
 
 
-WAYS = (rebuild, annotate, exchange, pull, link)
-"""How a bundle is replaced."""
+WAYS = (rebuild, annotate, exchange, pull, link)  # how a bundle is replaced

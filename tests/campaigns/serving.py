@@ -1,7 +1,4 @@
-"""Clients of a server, and a view of its process. Some clients leave early; each has a seed.
-
-Clients that send what is no request, or too much of it, are those of `hostile_clients`.
-"""
+"""Clients of a server, and a view of its process. Some clients leave early; each has a seed."""
 
 import contextlib
 import http.client
@@ -25,8 +22,7 @@ SERVED = frozenset({200, 429, 504})
 MIB = 1 << 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = ("abc ", "bc", "true", "null ", "12", "name", "é", "[1", "\n ", "ab", "  ", "false")
-SHARED = "".join(WORDS) * 4
-"""What many prompts begin with."""
+SHARED = "".join(WORDS) * 4  # what many prompts begin with
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}},
@@ -39,14 +35,7 @@ KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
 
 @dataclass(frozen=True)
 class Sample:
-    """A request that was answered, to be generated again without a server.
-
-    Attributes:
-        id: of the request.
-        body: what was sent to /v1/completions or /v1/chat/completions.
-        texts: its texts, in the order of their indexes.
-        reasons: why each ended.
-    """
+    """A request that was answered, to be generated again without a server."""
 
     id: str
     body: dict[str, Any]
@@ -56,16 +45,7 @@ class Sample:
 
 @dataclass
 class Tally:
-    """What all clients saw. Threads share it.
-
-    Attributes:
-        statuses: how many answers had each status.
-        abandoned: how many requests their client left before the end, by kind.
-        failures: what should not have happened.
-        samples: up to `most_samples` answered requests, any with the same chance.
-        texts: texts that were received whole.
-        new_tokens: their tokens, as far as the answers say how many.
-    """
+    """What all clients saw. Threads share it."""
 
     most_samples: int
     statuses: Counter[int] = field(default_factory=Counter)
@@ -375,13 +355,7 @@ def _texts(chunks, count):
 
 @dataclass(frozen=True)
 class Look:
-    """The process of a server at a time.
-
-    Attributes:
-        seconds: since the beginning.
-        resident_bytes: its memory, without what it keeps of prompts on purpose.
-        files, threads: how many it has.
-    """
+    """The process of a server at a time."""
 
     seconds: float
     resident_bytes: float

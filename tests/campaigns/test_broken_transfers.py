@@ -1,8 +1,4 @@
-"""A transfer that breaks leaves no wrong bundle and nothing that `gc` does not find, and then goes on.
-
-`make broken-transfers` breaks 10,000 transfers at random: see broken_transfers.py and transfer_checks.py. It
-writes its figures to broken_transfers.json beside this file; `make test` tries a few.
-"""
+"""A transfer that breaks leaves no wrong bundle and nothing that `gc` does not find, and then goes on."""
 
 import base64
 import json
@@ -28,11 +24,9 @@ from .campaign import ROOT, check, facts, scratch_directory, setting, write_figu
 from .transfer_checks import Result, run_case
 
 EXAMPLES = setting("BROKEN_EXAMPLES", 40)
-FIRST = setting("BROKEN_FIRST", 0)
-"""The number of the first case: its seed."""
+FIRST = setting("BROKEN_FIRST", 0)  # the number of the first case: its seed
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
-WHOLE_EXAMPLES = 5_000
-"""From this number on, the figures are written."""
+WHOLE_EXAMPLES = 5_000  # from this number on, the figures are written
 AT_ONCE = setting("BROKEN_AT_ONCE", 6)
 GOLDEN = ROOT / "tests" / "format" / "v1" / "call"
 

@@ -1,10 +1,4 @@
-"""A build, a load, a fallback or a collection that breaks at any call leaves nothing wrong behind.
-
-`make chaos` kills each command at every call on its files and lets every call fail with each error, and kills
-commands at 1,000 random times. It writes the figures to chaos.json beside this file; `make test` tries a few.
-After each, the bundle that is there gives what the old or the new one gives, the next build ends well and
-compiles nothing that was finished, and no temporary file stays.
-"""
+"""A build, a load, a fallback or a collection that breaks at any call leaves nothing wrong behind."""
 
 import json
 import os
@@ -25,18 +19,15 @@ from . import faults, processes
 from .campaign import check, facts, figures_file, setting, write_figures
 from .faults import NEW, OLD, Fault
 
-EXAMPLES = setting("CHAOS_EXAMPLES", 1)
-"""How many faults of each scenario are tried, at most."""
+EXAMPLES = setting("CHAOS_EXAMPLES", 1)  # how many faults of each scenario are tried, at most
 IS_SAMPLE = EXAMPLES < 10
 """Whether a fault of each command is all, without a run before it that finds its calls or its time."""
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
-WHOLE_EXAMPLES = 500
-"""From this number on, the figures are written."""
+WHOLE_EXAMPLES = 500  # from this number on, the figures are written
 AT_CALLS, AT_TIMES = "at every call", "at random times"
 AT_ONCE = 1 if IS_SAMPLE else 3
 LIMIT_SECONDS = 120
-YEARS = (20,) if IS_SAMPLE else (-20, 20)
-"""By how much a command's clock is wrong."""
+YEARS = (20,) if IS_SAMPLE else (-20, 20)  # by how much a command's clock is wrong
 DOCUMENTED = frozenset((0, 3, 4, 5, 6, 7))
 """Exit statuses of a command whose files fail. 1 and 2 would blame the user: 2 is right only where files
 of the user's own cannot be read."""
@@ -44,14 +35,7 @@ of the user's own cannot be read."""
 
 @dataclass(frozen=True)
 class Scenario:
-    """A command, what is there before it, and what may be there after it.
-
-    Attributes:
-        command: one of `faults.COMMANDS`.
-        start: the prepared directory.
-        before: what a bundle gives that is there before; None: there is none.
-        after: what it gives once the command has ended well.
-    """
+    """A command, what is there before it, and what may be there after it."""
 
     command: str
     start: str
@@ -70,18 +54,12 @@ SCENARIOS = {
 SAMPLED = ("a build over a bundle", "a load on another machine", "gc")
 BROKEN = SAMPLED if IS_SAMPLE else SCENARIOS
 TIMED = ("the first build", "sign", "a build over a bundle", "a load on another machine")
-TIMED = TIMED[:1] if IS_SAMPLE else TIMED
-"""Commands that are killed at random times."""
+TIMED = TIMED[:1] if IS_SAMPLE else TIMED  # commands that are killed at random times
 
 
 @dataclass
 class Campaign:
-    """Prepared directories, and what became of the faults.
-
-    Attributes:
-        directory: of everything.
-        results: figures by scenario, then by when it breaks: `AT_CALLS` or `AT_TIMES`.
-    """
+    """Prepared directories, and what became of the faults."""
 
     directory: Path
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -109,11 +87,7 @@ class Campaign:
         return calls
 
     def try_one(self, scenario, number, fault):
-        """Break a command, look at what is left, mend it, and judge both.
-
-        Returns:
-            The outcome, and a description if it is a bad one.
-        """
+        """Break a command, look at what is left, mend it, and judge both."""
         outcome, calls = self.run(scenario, number, fault)
         directory = self.place(scenario, number)
         tree = directory / "tree"
@@ -129,11 +103,7 @@ class Campaign:
         return f"{kind}, {ended}", f"{scenario}, {fault}, {where}: {problem}\n{said[-2500:]}"
 
     def problem(self, scenario, fault, where, outcome, healed):
-        """Return what is wrong after a command and its mending; None: nothing is.
-
-        `where` is the call that broke in this run: threads make calls in another order each time, so it need
-        not be the one that the fault was meant for.
-        """
+        """Return what is wrong after a command and its mending; None: nothing is."""
         allowed = DOCUMENTED if fault.error else {0, -9}
         if fault.error is None and "its worker was killed by SIGKILL" in outcome.stderr:
             allowed = {1}  # it has a process group of its own
@@ -212,11 +182,7 @@ def campaign(tmp_path_factory):
 
 
 def _prepare(campaign):
-    """Make the directories that scenarios start from.
-
-    `new` has no bundle. `built` has one, and the next one's programs are in the cache. `signed` has a key as
-    well. In `aged` all is older than gc allows.
-    """
+    """Make the directories that scenarios start from."""
     new, built, aged = (campaign.directory / name for name in ("new", "built", "aged"))
     new.mkdir()
     faults.write_project(new, NEW)

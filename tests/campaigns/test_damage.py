@@ -1,9 +1,4 @@
-"""A bundle that is damaged at any place gives an error that names the place, and never a wrong token.
-
-`make damage` changes any file of a signed bundle with provenance and list of parts, 20,000 times by the
-checks and 200 times by the command line, and cuts 200 files while they are read. It writes the figures to
-damage.json beside this file; `make test` tries a few. Each failure prints a command that repeats it.
-"""
+"""A bundle that is damaged at any place gives an error that names the place, and never a wrong token."""
 
 import contextlib
 import json
@@ -28,8 +23,7 @@ EXAMPLES = setting("DAMAGE_EXAMPLES", 20)
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
 CHILDREN = EXAMPLES // 100 or 2
 """Random damages that are met by the command line; as many times a file is cut while it is read."""
-ONLY = os.environ.get("PREJIT_DAMAGE_ONLY")
-"""The number of the one example to repeat."""
+ONLY = os.environ.get("PREJIT_DAMAGE_ONLY")  # the number of the one example to repeat
 AT_ONCE = 250
 """Examples that one process tries. Each bundle has a client of XLA, which leaves something behind."""
 LIMIT_SECONDS = 120
@@ -37,13 +31,7 @@ LIMIT_SECONDS = 120
 
 @dataclass
 class Campaign:
-    """A sound bundle, and what became of the damaged ones.
-
-    Attributes:
-        bundle: the bundle.
-        counts: of outcomes, by part of the campaign, and what they are counted by.
-        failures: bad outcomes, by part.
-    """
+    """A sound bundle, and what became of the damaged ones."""
 
     bundle: Path
     counts: dict[str, Counter[str]] = field(default_factory=dict)

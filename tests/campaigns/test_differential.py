@@ -1,8 +1,4 @@
-"""Random functions give what jax.jit gives, in every way to call them, or a refusal.
-
-`make differential` does 100,000 checks and writes the figures to differential.json beside this file; `make
-test` a few. Each failure prints a command that repeats its batch. PREJIT_DIFFERENTIAL_SEED is the first seed.
-"""
+"""Random functions give what jax.jit gives, in every way to call them, or a refusal."""
 
 import json
 import subprocess

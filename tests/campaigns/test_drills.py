@@ -1,10 +1,4 @@
-"""What breaks in production, done on purpose: what clients see, which alert fires, what its runbook says.
-
-Each drill runs real servers, honest clients beside, and a Prometheus with the rules of `prejit observe init`
-(prometheus_server.py). It runs the command of the runbook, and the service is well again. `make drills` runs
-all and writes drills.json beside this file; `make test-all` runs them too. `make test` has the rules, the
-metrics and the runbooks, each by itself: tests/unit/server/observe.
-"""
+"""What breaks in production, done on purpose: what clients see, which alert fires, what its runbook says."""
 
 import contextlib
 import json

@@ -1,9 +1,4 @@
-"""Random configuration that a careless or hostile user could give leads to a clear error or a right result.
-
-`make hostile` tries 500 and writes the figures to hostile.json beside this file; `make test` tries a few.
-Every process must end by itself within the time limit, with a documented exit status, without a traceback
-and without growing by more than a gigabyte. What a build accepts must also run.
-"""
+"""Random configuration of a careless or hostile user leads to a clear error or a right result."""
 
 import json
 import tempfile
@@ -20,8 +15,7 @@ from . import junk, processes
 from .campaign import check, facts, setting, write_figures
 from .junk import edited, nasty, to_json, to_toml
 
-WHOLE_EXAMPLES = 125
-"""Configurations of each of the four kinds that `make hostile` tries."""
+WHOLE_EXAMPLES = 125  # configurations of each of the four kinds that `make hostile` tries
 EXAMPLES = setting("HOSTILE_EXAMPLES", 3)
 pytestmark = pytest.mark.timeout(900 + 60 * EXAMPLES)
 LIMIT_SECONDS = 10 if EXAMPLES >= WHOLE_EXAMPLES else 60
@@ -41,10 +35,7 @@ class Campaign:
         self.failures = []
 
     def explore(self, draw, attempt):
-        """Try EXAMPLES configurations, then fail if one of them had a bad outcome.
-
-        `make test` tries the same ones each time, `make hostile` others.
-        """
+        """Try EXAMPLES configurations, then fail if one of them had a bad outcome."""
         before = len(self.failures)
         for number in range(EXAMPLES):
             seed = f"{draw.__name__} {number}" if EXAMPLES < WHOLE_EXAMPLES else None

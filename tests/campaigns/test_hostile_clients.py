@@ -1,9 +1,4 @@
-"""Hostile clients cannot hurt a server: an honest one beside them gets its tokens, right and in time.
-
-`make hostile-clients` does it for 10 minutes with 10,000 connections, checks the figures and writes them to
-hostile_clients.json beside this file; `make test` for some seconds with 200 connections and without a look at
-speed. PREJIT_HOSTILE_SECONDS is the length; PREJIT_HOSTILE_KINDS names the kinds of hostile requests to send.
-"""
+"""Hostile clients cannot hurt a server: an honest one beside them gets its tokens, right and in time."""
 
 import json
 import os
@@ -23,8 +18,7 @@ from .serving import MIB, Watcher, metric
 
 SECONDS = setting("HOSTILE_SECONDS", 5)
 KINDS = os.environ.get("PREJIT_HOSTILE_KINDS", "").split()
-WHOLE_SECONDS = 300
-"""From this length on, the figures are checked and written."""
+WHOLE_SECONDS = 300  # from this length on, the figures are checked and written
 IS_WHOLE = SECONDS >= WHOLE_SECONDS
 CONNECTIONS = 10_000 if IS_WHOLE else 200
 ALONE_SECONDS = max(2.0, SECONDS / 10)
@@ -32,8 +26,7 @@ REST_SECONDS = 90.0
 """How long the server may take to be at rest again: longer than it waits for a head."""
 STEADY_LOOKS = 15
 """How many looks, a second apart, see that a server is at rest: it gives memory back every 10 seconds."""
-MOST_SLOWER = 2.0
-"""How many times longer the 99th percentile between tokens may be than alone."""
+MOST_SLOWER = 2.0  # how many times longer the 99th percentile between tokens may be than alone
 SCRAPE_MS = 500.0
 MOST_MEMORY = 1.1
 MOST_FILES = 8

@@ -1,9 +1,4 @@
-"""`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls.
-
-`make load-check` measures for 15 minutes, on a quiet machine, checks the figures and writes them to load.json
-beside this file; `make test-all` has no real server, and windows that prove nothing but that all requests are
-answered, for a minute and a half. PREJIT_LOAD_SECONDS is the length of a window.
-"""
+"""`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls."""
 
 import asyncio
 import json
@@ -25,14 +20,12 @@ from .campaign import ROOT, facts, figures_file, machine_facts, setting
 SECONDS = setting("LOAD_SECONDS", 0) or 0.3
 IS_WHOLE = SECONDS >= 5
 WORKERS, SERVICE_MS = 4, 40.0
-CAPACITY = WORKERS / SERVICE_MS * 1e3
-"""Requests a second of the queue."""
+CAPACITY = WORKERS / SERVICE_MS * 1e3  # requests a second of the queue
 QUEUE = ("--workers", WORKERS, "--service-ms", SERVICE_MS)
 MOST_APART = 0.05
 STALL_SECONDS = 1.0
 STALL_RATE = 50.0
-CLOSED = 4
-"""Requests at once of the closed loop."""
+CLOSED = 4  # requests at once of the closed loop
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
@@ -76,10 +69,7 @@ def write(part, figures):
 
 
 def searched(url, grid, *, refuses=False, **changed):
-    """Return the knee of a search, and that of every rate of a grid in turn.
-
-    A server that `refuses` may be sent more requests than its queue holds.
-    """
+    """Return the knee of a search, and that of every rate of a grid in turn."""
     began = time.monotonic()
     found = run(url, options(**changed), refuses=refuses).knee
     seconds = time.monotonic() - began
@@ -132,10 +122,7 @@ def test_the_knee_of_a_real_server():
 
 
 async def closed_loop(client, load, rate, seconds):
-    """Send requests as `vllm bench serve --request-rate RATE --max-concurrency 4` does.
-
-    A request that is due waits until one of four is done, and its latency counts from then.
-    """
+    """Send requests as `vllm bench serve --request-rate RATE --max-concurrency 4` does."""
     count = round(rate * seconds)
     times = arrival_times(load.gaps(count, np.random.default_rng(0)), rate)
     requests = load.requests(count, np.random.default_rng([0, 1]))

@@ -1,9 +1,4 @@
-"""Processes that share a directory never read anything wrong, and a bundle that is replaced loads whole.
-
-`make chaos` lets 16 processes write and 16 read each shared directory for 10,000 rounds, while writers are
-killed, and loads a bundle 2,000 times while it is replaced. It writes the figures to races.json beside this
-file; `make test` tries a few.
-"""
+"""Processes that share a directory never read anything wrong, and a bundle that is replaced loads whole."""
 
 import json
 import os
@@ -21,10 +16,8 @@ from .faults import NEW, OLD
 
 EXAMPLES = setting("CHAOS_EXAMPLES", 2)
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
-WHOLE_EXAMPLES = 100
-"""From this number on, the figures are written."""
-ROUNDS = min(10_000, 5 * EXAMPLES)
-"""How often each process writes or reads."""
+WHOLE_EXAMPLES = 100  # from this number on, the figures are written
+ROUNDS = min(10_000, 5 * EXAMPLES)  # how often each process writes or reads
 PROCESSES = races.PROCESSES if EXAMPLES >= WHOLE_EXAMPLES else 4
 LOADS = min(2_000, 10 * EXAMPLES)
 LIMIT_SECONDS = 3600

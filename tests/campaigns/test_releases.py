@@ -1,8 +1,4 @@
-"""Bad releases that pass and good ones that are stopped, by `prejit gate` and by a canary of a server alike.
-
-`make releases` builds and judges all releases of releases.py, and writes the figures to releases.json beside
-this file; `make test` judges some by the gate, of a smaller model, and `make test-all` by both.
-"""
+"""Bad releases that pass and good ones that are stopped, by `prejit gate` and by a canary alike."""
 
 import itertools
 import json
@@ -128,13 +124,7 @@ def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build, tmp_path):
 
 
 class Live:
-    """A server that serves the base, and clients that never stop asking.
-
-    Attributes:
-        requests: how many requests clients sent.
-        changed: texts that are not those that the same bundle gave to the same prompt before.
-        failures: requests that failed.
-    """
+    """A server that serves the base, and clients that never stop asking."""
 
     def __init__(self, base, at, **environment):
         self._base = base

@@ -1,8 +1,4 @@
-"""A server under mixed load for a while: every request has its answer, and nothing is left behind.
-
-`make soak` does it for 8 minutes and writes the figures to serving.json beside this file; `make test` for
-some seconds. PREJIT_SOAK_SECONDS is the length. The load of the machine is in the figures.
-"""
+"""A server under mixed load for a while: every request has its answer, and nothing is left behind."""
 
 import asyncio
 import contextlib
@@ -29,12 +25,10 @@ from .serving import MIB, Client, Tally, Watcher, metric, slope_per_minute
 
 SECONDS = setting("SOAK_SECONDS", 4)
 pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
-WHOLE_SECONDS = 180
-"""From this length on, the slopes are checked and the figures are written."""
+WHOLE_SECONDS = 180  # from this length on, the slopes are checked and the figures are written
 CLIENTS = 12
 SAMPLES = 300 if SECONDS >= WHOLE_SECONDS else 40
-IDLE_SECONDS = 60
-"""How long what was abandoned may take to end: more than a request may."""
+IDLE_SECONDS = 60  # how long what was abandoned may take to end: more than a request may
 MAX_GROWTH_MB_PER_MINUTE = 4
 THREADS = 40
 """Threads that Starlette keeps for work beside its event loop, at most; it ends them when they are idle."""

@@ -1,9 +1,4 @@
-"""Swaps and canaries of a served bundle under load: no request fails, and no token is of the wrong bundle.
-
-`make swaps` does 100 swaps and 10 canaries under 200 requests at once from four keys, checks the figures and
-writes them to swaps.json and canaries.json beside this file; `make test` does some under 16. PREJIT_SWAPS is
-the number of swaps.
-"""
+"""Swaps and canaries of a served bundle under load: no request fails, and no token is of the wrong bundle."""
 
 import json
 import os

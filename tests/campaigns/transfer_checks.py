@@ -24,14 +24,7 @@ FOREVER = float("inf")
 
 @dataclass(frozen=True)
 class Result:
-    """What a case did.
-
-    Attributes:
-        bad: what it must not do, in words.
-        ends: how the processes of the broken attempts ended.
-        broken: how many requests did not get the right answer.
-        missing, fetched: bytes of blobs that were missing when it went on, and those that then moved.
-    """
+    """What a case did."""
 
     bad: tuple[str, ...]
     ends: tuple[str, ...]
@@ -221,11 +214,7 @@ def collected(case):
 
 
 def missing_bytes(case, processes):
-    """Return the bytes of blobs that are missing, and how many processes may move at most.
-
-    A partial blob with wrong bytes is fetched to its end before that shows, and then again. Where the store
-    has an older version, each process reads the config first: it lists the chunks of both.
-    """
+    """Return the bytes of blobs that are missing, and how many processes may move at most."""
     version, missing, more = case.wanted, 0, 0
     documents = {
         digest for digest, content in version.blobs.items() if b'"schemaVersion"' in content[:4096]

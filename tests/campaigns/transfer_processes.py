@@ -28,10 +28,8 @@ PRELOADED = (
     "pytest",
 )
 """Modules that the fork server imports."""
-PIECE_BYTES = 64 << 10
-"""Pieces are smaller than usual, so that the weights have some."""
-_CAPABILITIES_V3 = 0x20080522
-"""The version of capset's structures (linux/capability.h)."""
+PIECE_BYTES = 64 << 10  # pieces are smaller than usual, so that the weights have some
+_CAPABILITIES_V3 = 0x20080522  # the version of capset's structures (linux/capability.h)
 PULL, HTTP, DIRECTORY, TAR = "pull", "pull by http", "pull into a directory", "pull into a tar"
 PUSH, PUSH_TAR, COPY = "push", "push of a tar", "copy within a registry"
 ARRIVE = "load while it arrives"
@@ -41,16 +39,7 @@ INTO_REGISTRY = (PUSH, PUSH_TAR, COPY)
 
 @dataclass(frozen=True)
 class Job:
-    """A transfer in a process of its own.
-
-    Attributes:
-        way: one of the texts above.
-        source, target: references or paths; the target of a pull into the store is the store.
-        outcome: the file that gets the end, as JSON.
-        env: variables.
-        answer_seconds: time limit of an answer.
-        file_bytes: longest file that it may write; 0: any.
-    """
+    """A transfer in a process of its own."""
 
     way: str
     source: str

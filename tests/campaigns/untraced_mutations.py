@@ -1,11 +1,4 @@
-"""Change at random what a recorded program reads: its calls must be traced, or give jax's answers.
-
-    python -m tests.campaigns.untraced_mutations SEED MUTATIONS STARTS    writes untraced_mutations.json
-
-MUTATIONS changes are compared in this process with the recorded inputs, as `prejit run` compares them. STARTS
-more are valid programs that `prejit run` and Python start. At last a program decides in thirty ways by what
-prejit cannot see: what the signature of a call finds of these is counted, and the rest is what users promise.
-"""
+"""Change at random what a recorded program reads: its calls must be traced, or give jax's answers."""
 
 import json
 import os

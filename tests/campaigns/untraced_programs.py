@@ -1,12 +1,4 @@
-"""Start public JAX programs without tracing, and compare what they print with plain starts.
-
-    PROGRAMS/bin/python -m tests.campaigns.untraced_programs [NAME...]    prints a table; writes figures
-
-PROGRAMS is the environment that `make untraced-programs` fills. Each program runs in fresh processes: its
-imports alone; plain, with an empty cache of jax; again, with that cache; two recordings; `prejit run` with
-every call traced, as it was before there were recorded calls; and `prejit run` without traces, where jax's
-own events are counted. With PREJIT_UNTRACED_TIMES=0 only what is compared runs.
-"""
+"""Start public JAX programs without tracing, and compare what they print with plain starts."""
 
 import ast
 import importlib.metadata
