@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -91,30 +91,26 @@ def make_version(golden, path, seed):
 KILLED, STOPPED, FULL, LIMITED = "kill -9", "ctrl-C", "a full disk", "a limit of file sizes"
 MOVED_TAG, UNLISTED = "a tag that moves", "an index that lists what is not there"
 REFERRERS, ABROAD, ASKED_ABROAD = "lying referrers", "a redirect abroad", "a login asked for abroad"
-LOOP, STORM, LOST, UPLOADS = (
-    "a redirect loop",
-    "a storm of 429 and 5xx",
-    "a lost blob",
-    "absurd uploads",
-)
-EVERYWHERE = (*broken_answers.OF_CONTENT, *broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP)
-OF_DISKS = (FULL, LIMITED)
+LOOP, STORM, LOST = "a redirect loop", "a storm of 429 and 5xx", "a lost blob"
+UPLOADS = "absurd uploads"
+ANYWHERE = (*broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP)
+IN_PULLS = (*broken_answers.OF_CONTENT, *ANYWHERE, FULL, LIMITED, MOVED_TAG, ABROAD)
+IN_PUSHES = (*ANYWHERE, LOST, UPLOADS)
 FAULTS = {
-    PULL: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, REFERRERS, ABROAD, ASKED_ABROAD),
-    ARRIVE: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, ABROAD),
-    HTTP: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, ABROAD),
-    DIRECTORY: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, REFERRERS, ABROAD),
-    TAR: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, ABROAD),
-    PUSH: (*broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP, LOST, UPLOADS, REFERRERS, ABROAD),
-    PUSH_TAR: (*broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP, LOST, UPLOADS, ABROAD),
-    COPY: (*EVERYWHERE, LOST, UPLOADS, REFERRERS),
+    PULL: (*IN_PULLS, UNLISTED, REFERRERS, ASKED_ABROAD),
+    ARRIVE: (*IN_PULLS, UNLISTED),
+    HTTP: IN_PULLS,
+    DIRECTORY: (*IN_PULLS, UNLISTED, REFERRERS),
+    TAR: IN_PULLS,
+    PUSH: (*IN_PUSHES, REFERRERS, ABROAD),
+    PUSH_TAR: (*IN_PUSHES, ABROAD),
+    COPY: (*IN_PUSHES, *broken_answers.OF_CONTENT, REFERRERS),
 }
-"""The faults of each way."""
 
 
 @dataclass
 class Place:
-    """The servers of a worker, and its directory."""
+    """A worker's registry, another host for its redirects, its directory, and variables of its processes."""
 
     registry: FakeRegistry
     abroad: FakeRegistry
@@ -125,7 +121,7 @@ class Place:
 
 @dataclass
 class Breaking:
-    """Breaks requests to a repository: `FakeRegistry.fault`, while it is on."""
+    """Breaks some requests to a repository: `make` gives what happens instead; None: nothing."""
 
     name: str
     methods: tuple[str, ...]
@@ -164,6 +160,7 @@ class Case:
     ends: list[str] = field(default_factory=list)
     broken: int = 0
     wanted: Version = field(init=False)
+    _has_small_disk: bool = False
     _is_clean: bool = True
     _gone: tuple[tuple[str, str], bytes, bytes | None] | None = None
 
@@ -172,6 +169,8 @@ class Case:
         self.name = f"case{self.number}x"
         self.at = self.place.scratch / self.name
         self.wanted = self.versions[0]
+        is_full = self.fault == FULL and self.way in INTO_STORE
+        self._has_small_disk = is_full and self.place.can_mount
 
     # -------------------------------------------------------------- what is there before
 
@@ -186,9 +185,8 @@ class Case:
             return
         for version, tag in zip(self.versions, ("v1", "v2"), strict=True):
             self._hold(version, self.name, tag)
-        if (
-            self.fault != FULL and self.rng.random() < 0.2 and self.way in INTO_STORE
-        ):  # an older one is there
+        has_older = self.fault != FULL and self.rng.random() < 0.2
+        if has_older and self.way in INTO_STORE:
             [end] = self.attempt(1, source=self.source("v2"))
             assert not end, end
 
@@ -223,14 +221,14 @@ class Case:
     @property
     def target(self):
         """The place to which a pull writes."""
-        return self.at / (
-            "out.tar" if self.way == TAR else "disk/store" if self.way in INTO_STORE else "out"
-        )
+        if self.way in INTO_STORE:
+            return self.at / "disk" / "store"
+        return self.at / ("out.tar" if self.way == TAR else "out")
 
     # -------------------------------------------------------------- attempts
 
     def attempt(self, count, *, source="", file_bytes=0, after=None):
-        """Transfer in some processes at once. Return how each ended: empty, or the class of its error."""
+        """Transfer in some processes, signalled `after` some seconds. Return how each ended: empty or why."""
         into = f"oci://{self.place.registry.host}/{self.name}:v1"
         outcomes = [self.at / f"outcome{number}" for number in range(count)]
         started = []
@@ -244,8 +242,8 @@ class Case:
             started.append(processes.start(transfer, job))
             self.pids.append(started[-1].pid or 0)
         if after is not None:
-            time.sleep(after[1])
-            self.signal(after[0])
+            time.sleep(after)
+            self.signal()
         end = time.monotonic() + LIMIT_SECONDS
         found = []
         for process, outcome in zip(started, outcomes, strict=True):
@@ -262,22 +260,18 @@ class Case:
             time.sleep(0.005)
         return found
 
-    def signal(self, number):
-        """Send a signal to the processes of the attempt."""
+    def signal(self):
+        """Kill or stop the processes of the attempt."""
         for pid in self.pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if self.fault == KILLED else signal.SIGINT)
 
     def _end(self, outcome):
         try:
             end = json.loads(outcome.read_text())
         except (FileNotFoundError, ValueError):
             return "killed"
-        return str(
-            end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}"
-        )
+        return end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}"
 
     def break_it(self):
         """Do one or two attempts that break."""
@@ -285,8 +279,7 @@ class Case:
             breaking, after, file_bytes = self._breaking(), None, 0
             if self.fault in (KILLED, STOPPED) and self.rng.random() < 0.5:
                 breaking.times = 0
-                number = signal.SIGKILL if self.fault == KILLED else signal.SIGINT
-                after = (number, self.rng.uniform(0.0, 0.15))
+                after = self.rng.uniform(0.0, 0.15)
             if self.fault == LIMITED:
                 file_bytes = self.rng.randrange(WEIGHTS_BYTES)
             self.place.registry.fault, self._is_clean = breaking, False
@@ -309,49 +302,44 @@ class Case:
         if self.way in INTO_REGISTRY:
             methods = rng.choice((("PUT",), ("POST",), ("HEAD",), ("GET", "HEAD", "POST", "PUT")))
             part = ""
-        make = self._answers(fault)
         if fault == UPLOADS:
             methods, part = ("POST",), "/uploads/"
-        if fault == LOST:
+        elif fault == LOST:
             methods, part = ("PUT",), "/uploads/"
-        if fault == REFERRERS:
+        elif fault == REFERRERS:
             part = "/referrers/"
-        if fault == STORM:
+        elif fault == STORM:
             first, times, part = 0, 10**6, ""
-        if fault in (KILLED, STOPPED):
+        elif fault in (KILLED, STOPPED):
             first, times = rng.randrange(12), 1
-        if fault in (FULL, LIMITED, UNLISTED):
+        elif fault in (FULL, LIMITED, UNLISTED):
             times = 0
-        return Breaking(self.name, methods, part, first, times, make)
+        return Breaking(self.name, methods, part, first, times, self._answers(fault))
 
     def _answers(self, fault):
-        rng, place = self.rng, self.place
-        if fault in (KILLED, STOPPED):
-            return lambda method, path: self._kill_within
+        rng = self.rng
+        abroad = f"http://{self.place.abroad.host.replace('127.0.0.1', 'localhost')}"
         if fault == MOVED_TAG:
             return lambda method, path: self._move_tag()
-        if fault == REFERRERS:
-            lie = broken_answers.lying_referrers(rng)
-            return lambda method, path: lie
-        if fault == ABROAD:
-            return lambda method, path: (307, {"location": f"http://{_foreign(place)}{path}"})
-        if fault == ASKED_ABROAD:
-            return lambda method, path: (307, {"location": f"http://{_foreign(place)}/deny{path}"})
-        if fault == LOOP:
-            return lambda method, path: (307, {"location": path})
-        if fault == LOST:
-            return lambda method, path: 201
+        if fault in (ABROAD, ASKED_ABROAD, LOOP):
+            prefix = {ABROAD: abroad, ASKED_ABROAD: f"{abroad}/deny", LOOP: ""}[fault]
+            return lambda method, path: (307, {"location": f"{prefix}{path}"})
         if fault == UPLOADS:
-            return lambda method, path: (
-                202,
-                {"location": rng.choice(broken_answers.ABSURD_PLACES)},
-            )
+            places = broken_answers.ABSURD_PLACES
+            return lambda method, path: (202, {"location": rng.choice(places)})
         if fault == STORM:
             share = rng.uniform(0.1, 0.9)
             return lambda method, path: broken_answers.busy(rng) if rng.random() < share else None
-        if fault in (FULL, LIMITED, UNLISTED):
-            return lambda method, path: None
-        answer = (broken_answers.OF_CONTENT | broken_answers.OF_ANY)[fault](rng)
+        if fault in (KILLED, STOPPED):
+            answer = self._kill_within
+        elif fault in (FULL, LIMITED, UNLISTED):
+            answer = None
+        elif fault == LOST:
+            answer = 201
+        elif fault == REFERRERS:
+            answer = broken_answers.lying_referrers(rng)
+        else:
+            answer = (broken_answers.OF_CONTENT | broken_answers.OF_ANY)[fault](rng)
         return lambda method, path: answer
 
     def _kill_within(self, handler, content, start):
@@ -362,46 +350,38 @@ class Case:
         broken_answers.send(handler, sent, status, length=len(part))
         handler.wfile.flush()
         time.sleep(self.rng.choice((0.0, 0.005)))
-        self.signal(signal.SIGKILL if self.fault == KILLED else signal.SIGINT)
+        self.signal()
 
     # -------------------------------------------------------------- disks and missing blobs
 
     @contextmanager
     def disk(self):
         """Let the target be on a small disk, or take a blob from the registry, until `_restore`."""
-        path = self.at / "disk"
         if self.fault == UNLISTED:
             held = self.place.registry
-            near = [key for key in sorted(held.blobs) if key[0] == self.name]
-            gone = self.rng.choice(near)
+            gone = self.rng.choice([key for key in sorted(held.blobs) if key[0] == self.name])
             self._gone = (gone, held.blobs.pop(gone), held.manifests.pop(gone, None))
-        is_small = self.fault == FULL and self.place.can_mount and self.way in INTO_STORE
-        if not is_small:
+        if not self._has_small_disk:
             yield
             return
         size = self.rng.randrange(4096, WEIGHTS_BYTES + 60_000)
         inodes = self.rng.choice((0, 0, self.rng.randrange(4, 20)))
-        self._mount("tmpfs", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes},mode=777")
+        self._mount("-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes},mode=777")
         try:
             yield
         finally:
-            subprocess.run(["umount", "--lazy", str(path)], check=True)
+            subprocess.run(["umount", "--lazy", str(self.at / "disk")], check=True)
 
-    def _mount(self, *words):
-        device, *options = words
-        subprocess.run(["mount", *options, device, str(self.at / "disk")], check=True)
+    def _mount(self, *options):
+        subprocess.run(["mount", *options, "tmpfs", str(self.at / "disk")], check=True)
 
     def _restore(self):
         """Give the disk room and the registry its blob again."""
-        if self.fault == FULL and self.place.can_mount and self.way in INTO_STORE:
-            self._mount("tmpfs", "-o", "remount,size=16m,nr_inodes=0")
-        if self.fault == UNLISTED and self._gone is not None:
+        if self._has_small_disk:
+            self._mount("-t", "tmpfs", "-o", "remount,size=16m,nr_inodes=0")
+        if self._gone is not None:
             key, content, manifest = self._gone
             self.place.registry.blobs[key] = content
             if manifest is not None:
                 self.place.registry.manifests[key] = manifest
             self._gone = None
-
-
-def _foreign(place):
-    return place.abroad.host.replace("127.0.0.1", "localhost")

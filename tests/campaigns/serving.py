@@ -31,6 +31,17 @@ SCHEMA = {
 }
 KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
 """The keys of the clients: each is a client of its own for fair shares."""
+KINDS = {}
+
+
+def kind(weight):
+    """Let clients send requests of a kind as often as its weight says, relative to the others."""
+
+    def register(act):
+        KINDS[act.__name__] = weight
+        return act
+
+    return register
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Sample:
 
 @dataclass
 class Tally:
-    """What all clients saw. Threads share it."""
+    """What all clients saw; of the answered requests up to `most_samples`, any with the same chance."""
 
     most_samples: int
     statuses: Counter[int] = field(default_factory=Counter)
@@ -55,21 +66,10 @@ class Tally:
     texts: int = 0
     new_tokens: int = 0
     _seen: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def answered(self, status):
-        with self._lock:
-            self.statuses[status] += 1
-
-    def left(self, kind):
-        with self._lock:
-            self.abandoned[kind] += 1
-
-    def fail(self, kind, problem):
-        self.failures.append(f"{kind}: {problem}")
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def got(self, sample, new_tokens, generator):
-        with self._lock:
+        with self.lock:
             self.texts += len(sample.texts)
             self.new_tokens += new_tokens
             self._seen += 1
@@ -84,11 +84,8 @@ class Client(threading.Thread):
 
     def __init__(self, port, number, until, tally, *, pause):
         super().__init__(name=f"client {number}")
-        self._port = port
-        self._until = until
-        self._tally = tally
-        self._pause = pause
-        self._number = number
+        self._port, self._number, self._until = port, number, until
+        self._tally, self._pause = tally, pause
         self._random = random.Random(number)
         self._sent = 0
         self._kind = ""
@@ -106,40 +103,52 @@ class Client(threading.Thread):
         try:
             getattr(self, kind)()
         except TimeoutError:
-            self._tally.fail(kind, f"no answer for {ANSWER_SECONDS:g} seconds")
+            self._fail(f"no answer for {ANSWER_SECONDS:g} seconds")
         except Exception as error:
-            self._tally.fail(kind, f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, problem):
+        self._tally.failures.append(f"{self._kind} {self._number}-{self._sent}: {problem}")
 
     # ------------------------------------------------------------------ texts
 
+    @kind(20)
     def whole(self):
         self._text(self._completion())
 
+    @kind(20)
     def streamed(self):
         self._text(self._completion() | {"stream": True})
 
+    @kind(20)
     def chat(self):
         self._text(self._conversation() | self._maybe_stream())
 
+    @kind(5)
     def several(self):
         number = self._random.randint(2, 6)
         self._text(self._completion(12) | {"n": number} | self._maybe_stream())
 
+    @kind(8)
     def stops(self):
         stops = ["a", "tr", '":'][: self._random.randint(1, 3)]
         self._text(self._completion() | {"stop": stops} | self._maybe_stream())
 
+    @kind(6)
     def long_prompt(self):
         words = "".join(self._random.choices(WORDS, k=self._random.randint(30, 90)))
         self._text(self._completion(16) | {"prompt": SHARED + words})
 
+    @kind(1)
     def to_the_end_of_the_context(self):
         self._text(self._completion() | {"max_tokens": 4000, "ignore_eos": True})
 
+    @kind(0.5)
     def too_slow(self):
         """The time of a request may not be enough for it, behind all others."""
         self._text(self._completion(450) | {"n": 10, "priority": 5, "ignore_eos": True})
 
+    @kind(3)
     def follows_a_schema(self):
         schema = {"name": "answer", "schema": SCHEMA, "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
@@ -152,14 +161,16 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ clients that go
 
+    @kind(6)
     def cancels(self):
         with self._asked(self._completion(450) | {"stream": True}) as answer:
             self._expect(answer.status, SERVED)
             for _ in range(self._random.randint(0, 40)):
                 if not answer.readline():
                     break
-            self._tally.left(self._kind)
+            self._leave()
 
+    @kind(4)
     def closes(self):
         """Goes while it waits for the whole answer, in order or with a reset."""
         body = self._completion(450) | {"n": self._random.randint(1, 3)}
@@ -169,24 +180,33 @@ class Client(threading.Thread):
             if self._random.random() < 0.5:
                 lingering = struct.pack("ii", 1, 0)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingering)
-            self._tally.left(self._kind)
+            self._leave()
+
+    def _leave(self):
+        with self._tally.lock:
+            self._tally.abandoned[self._kind] += 1
 
     # ------------------------------------------------------------------ refusals and other paths
 
+    @kind(5)
     def wrong(self):
         change = self._random.choice(({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70}))
         self._refused(COMPLETIONS, self._completion() | change, 400)
 
+    @kind(2)
     def too_long(self):
         prompt = "name " * self._random.randint(600, 3000)
         self._refused(COMPLETIONS, self._completion() | {"prompt": prompt}, 400)
 
+    @kind(1)
     def full_queue(self):
         self._refused(COMPLETIONS, self._completion(30) | {"n": 100} | self._maybe_stream(), 400)
 
+    @kind(1)
     def unknown_path(self):
         self._refused("/v1/none", {}, 404)
 
+    @kind(4)
     def looks(self):
         paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
         with self._connected() as connection:
@@ -195,6 +215,7 @@ class Client(threading.Thread):
             answer.read()
             self._expect(answer.status, {200})
 
+    @kind(4)
     def tokenizes(self):
         text = "".join(self._random.choices(WORDS, k=20))
         with self._connected() as connection:
@@ -203,6 +224,7 @@ class Client(threading.Thread):
             found = self._exchange(connection, "/detokenize", {"tokens": tokens}, "-again")
             assert found["prompt"] == text, f"expected {text!r}, found {found['prompt']!r}"
 
+    @kind(4)
     def responds(self):
         body = {"model": "decoder", "input": self._prompt(), "max_output_tokens": 12}
         with self._asked(body | self._maybe_stream(), path="/v1/responses") as answer:
@@ -229,10 +251,9 @@ class Client(threading.Thread):
             "priority": self._random.choice([0, 0, 0, 1, 2]),
             "user": f"user {self._random.randrange(4)}",
         }
-        if self._random.random() < 0.2:
-            options["top_p"] = 0.9
-        if self._random.random() < 0.2:
-            options["frequency_penalty"] = 0.5
+        for name, value in {"top_p": 0.9, "frequency_penalty": 0.5}.items():
+            if self._random.random() < 0.2:
+                options[name] = value
         return options
 
     def _completion(self, most_tokens=40):
@@ -248,11 +269,9 @@ class Client(threading.Thread):
             "Authorization": f"Bearer {KEYS[self._number % len(KEYS)]}",
         }
 
-    @contextlib.contextmanager
     def _connected(self):
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
-        with contextlib.closing(connection):
-            yield connection
+        return contextlib.closing(connection)
 
     @contextlib.contextmanager
     def _asked(self, body, *, path=COMPLETIONS):
@@ -269,10 +288,10 @@ class Client(threading.Thread):
         return json.loads(answer.read())
 
     def _expect(self, status, expected):
-        self._tally.answered(status)
+        with self._tally.lock:
+            self._tally.statuses[status] += 1
         if status not in expected:
-            number = f"{self._number}-{self._sent}"
-            self._tally.fail(self._kind, f"{number}: expected {sorted(expected)}, found {status}")
+            self._fail(f"expected {sorted(expected)}, found {status}")
 
     def _refused(self, path, body, status):
         with self._asked(body, path=path) as answer:
@@ -299,29 +318,6 @@ class Client(threading.Thread):
         if is_sample:
             self._tally.got(sample, new_tokens, self._random)
         return sample
-
-
-KINDS = {
-    Client.whole.__name__: 20,
-    Client.streamed.__name__: 20,
-    Client.chat.__name__: 20,
-    Client.several.__name__: 5,
-    Client.stops.__name__: 8,
-    Client.long_prompt.__name__: 6,
-    Client.to_the_end_of_the_context.__name__: 1,
-    Client.too_slow.__name__: 0.5,
-    Client.follows_a_schema.__name__: 3,
-    Client.cancels.__name__: 6,
-    Client.closes.__name__: 4,
-    Client.wrong.__name__: 5,
-    Client.too_long.__name__: 2,
-    Client.full_queue.__name__: 1,
-    Client.unknown_path.__name__: 1,
-    Client.looks.__name__: 4,
-    Client.tokenizes.__name__: 4,
-    Client.responds.__name__: 4,
-}
-"""How often a client sends each kind of request, relative to the others."""
 
 
 def _events(content):
@@ -355,7 +351,7 @@ def _texts(chunks, count):
 
 @dataclass(frozen=True)
 class Look:
-    """The process of a server at a time."""
+    """A process at a time; its memory is without what it keeps of prompts on purpose."""
 
     seconds: float
     resident_bytes: float
@@ -368,9 +364,7 @@ class Watcher(threading.Thread):
 
     def __init__(self, process, kept_bytes, every):
         super().__init__(name="watcher")
-        self._process = process
-        self._kept_bytes = kept_bytes
-        self._every = every
+        self._process, self._kept_bytes, self._every = process, kept_bytes, every
         self._ends = threading.Event()
         self._begun = time.monotonic()
         self.looks = []
@@ -390,15 +384,6 @@ class Watcher(threading.Thread):
     def end(self):
         self._ends.set()
         self.join()
-
-
-def slope_per_minute(looks, of):
-    """Return the slope of the line through what was seen (least squares), per minute."""
-    times = [look.seconds / 60 for look in looks]
-    values = [of(look) for look in looks]
-    time_mean, value_mean = sum(times) / len(times), sum(values) / len(values)
-    above = sum((t - time_mean) * (v - value_mean) for t, v in zip(times, values, strict=True))
-    return above / sum((t - time_mean) ** 2 for t in times)
 
 
 def metric(text, name, label=""):

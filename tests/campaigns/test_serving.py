@@ -11,20 +11,22 @@ from collections import Counter
 from concurrent.futures import CancelledError
 
 import httpx
+import numpy as np
 import pytest
 from tests.integration.test_serve import Process
 from tests.threads import in_threads
+from tests.waiting import wait_for
 
 from prejit.runtime import load
 from prejit.runtime.errors import DeadlineError, QueueFullError
 from prejit.server.engine.engine import Engine
 
 from . import serving
-from .campaign import facts, machine_facts, setting, write_figures
-from .serving import MIB, Client, Tally, Watcher, metric, slope_per_minute
+from .campaign import check, facts, machine_facts, setting, write_figures
+from .serving import MIB, Client, Tally, Watcher, metric
 
 SECONDS = setting("SOAK_SECONDS", 4)
-pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
+pytestmark = [pytest.mark.timeout(900 + 4 * SECONDS), pytest.mark.thorough]
 WHOLE_SECONDS = 180  # from this length on, the slopes are checked and the figures are written
 CLIENTS = 12
 SAMPLES = 300 if SECONDS >= WHOLE_SECONDS else 40
@@ -51,18 +53,12 @@ class Leaving:
         self._engine = engine
         self.outcomes = Counter()
         self.failures = []
-        self._prompts = [
-            [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
-            for number in range(24)
-        ]
-        self._options = [
-            {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
-            for n in range(24)
-        ]
-        self._expected = [
-            bundle.generate(prompt, **options, stop_token_ids=()).token_ids
-            for prompt, options in zip(self._prompts, self._options, strict=True)
-        ]
+        self._texts = []
+        for n in range(24):
+            prompt = [(place * 7 + n) % 250 for place in range(1 + n * 11 % 80)]
+            options = {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
+            options["stop_token_ids"] = ()
+            self._texts.append((prompt, options, bundle.generate(prompt, **options).token_ids))
 
     def work(self, seed, until):
         """Use it until a time."""
@@ -79,14 +75,10 @@ class Leaving:
                 self.failures.append(f"{type(error).__name__}: {error}")
 
     def _use(self, generator):
-        number, engine = generator.randrange(24), self._engine
-        prompt = self._prompts[number]
-        options = {
-            **self._options[number],
-            "stop_token_ids": (),
-            "priority": generator.randint(-1, 1),
-            "client": generator.choice("abc"),
-        }
+        engine = self._engine
+        prompt, options, expected = generator.choice(self._texts)
+        more = {"priority": generator.randint(-1, 1), "client": generator.choice("abc")}
+        options = {**options, **more}
         way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
         match way:
             case "wait":
@@ -104,7 +96,8 @@ class Leaving:
                     return "cancelled"
                 tokens = future.result().token_ids
             case "task":
-                return asyncio.run(_leave(engine, prompt, options, generator))
+                asyncio.run(_leave(engine.stream(prompt, **options), generator.uniform(0, 0.05)))
+                return way
             case _:
                 stream = engine.stream(prompt, **options)
                 for _ in range(generator.randint(0, 5)):
@@ -113,12 +106,25 @@ class Leaving:
                 if way == "close":
                     stream.close()
                 return way  # or nobody refers to it any more
-        if tokens != self._expected[number]:
-            self.failures.append(f"{way} {number}: {self._expected[number]}, found {tokens}")
+        if tokens != expected:
+            self.failures.append(f"{way} {options}: {expected}, found {tokens}")
         return way
 
 
-@pytest.mark.thorough
+async def _leave(stream, seconds):
+    """Read a stream in a task that is cancelled."""
+
+    async def read():
+        async for _ in stream:
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(seconds)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, CancelledError):
+        await task
+
+
 def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
     engine = Engine(bundle, slots=3, queue=12, prefix_memory=MIB)
@@ -126,7 +132,7 @@ def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     until = time.monotonic() + max(2.0, SECONDS / 16)
     in_threads(20, lambda seed: leaving.work(seed, until))
     outcomes = leaving.outcomes
-    assert not leaving.failures, leaving.failures[:10]
+    check(leaving.failures)
     assert engine.drain(IDLE_SECONDS), engine.metrics()
     found = engine.metrics()
     assert (found.running, found.waiting, found.kv_cache_usage) == (0, 0, 0.0), found
@@ -141,22 +147,6 @@ def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     figures["engine"] = dict(sorted(outcomes.items()))
 
 
-async def _leave(engine, prompt, arguments, generator):
-    """Read a stream in a task that is cancelled."""
-
-    async def read():
-        async for _ in engine.stream(prompt, **arguments):
-            pass
-
-    task = asyncio.create_task(read())
-    await asyncio.sleep(generator.uniform(0, 0.05))
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, CancelledError):
-        await task
-    return "task"
-
-
-@pytest.mark.thorough
 def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     keys, log = tmp_path / "keys", tmp_path / "requests.jsonl"
     keys.write_text("".join(f"client-{n}: {key}\n" for n, key in enumerate(serving.KEYS)))
@@ -166,7 +156,7 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
         server.wait_until_ready()
         tally, watcher = _load(server)
         rested = _rest(server)
-        process = _of_the_process(watcher, rested)
+        process = _of_the_process(watcher.looks, rested)
         text = _metrics(server)
         assert server.end() == 0, server.said
     finally:
@@ -174,7 +164,7 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     print(json.dumps(process))  # a failed check below must not lose what an hour measured
     assert "Traceback" not in server.said, server.said
     assert "warning" not in server.said, server.said
-    assert not tally.failures, f"{len(tally.failures)} failures\n" + "\n".join(tally.failures[:30])
+    check(tally.failures)
     assert tally.texts > SECONDS, tally.statuses
     entries = _entries(log)
     _check_the_log(entries, text, tally)
@@ -184,7 +174,7 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
         "seconds": SECONDS,
         "clients": CLIENTS,
         "answers by status": {
-            str(status): count for status, count in sorted(tally.statuses.items())
+            f"{status}": count for status, count in sorted(tally.statuses.items())
         },
         "left by their client": dict(sorted(tally.abandoned.items())),
         "texts": tally.texts,
@@ -195,7 +185,12 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     if SECONDS >= WHOLE_SECONDS:
         figures["load average after"] = [round(each, 1) for each in os.getloadavg()]
         write_figures("serving", figures)
-    _check_the_process(watcher.looks[0], rested, process)
+        slopes = process["slopes per minute after a quarter of the time"]
+        assert slopes["MB"] < MAX_GROWTH_MB_PER_MINUTE, process
+        assert abs(slopes["files"]) < 5, process
+        assert abs(slopes["threads"]) < 5, process
+    assert rested.files <= watcher.looks[0].files, process
+    assert rested.threads <= watcher.looks[0].threads + THREADS, process
 
 
 def _load(server):
@@ -203,8 +198,7 @@ def _load(server):
     tally, watcher = Tally(SAMPLES), _watcher(server, max(0.25, SECONDS / 400))
     until = time.monotonic() + SECONDS
     clients = [Client(server.port, n, until, tally, pause=0.05) for n in range(CLIENTS)]
-    watcher.start()
-    for each in clients:
+    for each in (watcher, *clients):
         each.start()
     once = Client(server.port, CLIENTS, until, tally, pause=0.0)
     for kind in serving.KINDS:
@@ -226,68 +220,58 @@ def _metrics(server):
 
 def _rest(server):
     """Wait until nothing runs and waits, and return what the process has then."""
-    until = time.monotonic() + IDLE_SECONDS
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    while any(metric(_metrics(server), name) for name in names):
-        assert time.monotonic() < until, _metrics(server)
-        time.sleep(0.1)
+    wait_for(lambda: not any(metric(_metrics(server), name) for name in names), IDLE_SECONDS)
     time.sleep(0.5)  # connections are closed a moment later
     return _watcher(server, 1.0).look()
 
 
-def _of_the_process(watcher, rested):
+def _of_the_process(looks, rested):
     """Return how memory, files and threads changed after a quarter of the time, and what is left at rest."""
-    looks = [each for each in watcher.looks if each.seconds > SECONDS / 4]
+    later = [each for each in looks if each.seconds > SECONDS / 4]
+    minutes = [each.seconds / 60 for each in later]
+    seen = {
+        "MB": [each.resident_bytes / MIB for each in later],
+        "files": [each.files for each in later],
+        "threads": [each.threads for each in later],
+    }
+    slopes = {name: float(np.polyfit(minutes, values, 1)[0]) for name, values in seen.items()}
+    resident = [
+        round(each.resident_bytes / MIB) for each in (looks[0], later[0], later[-1], rested)
+    ]
     return {
         "slopes per minute after a quarter of the time": {
-            "MB": round(slope_per_minute(looks, lambda each: each.resident_bytes / MIB), 3),
-            "files": round(slope_per_minute(looks, lambda each: each.files), 3),
-            "threads": round(slope_per_minute(looks, lambda each: each.threads), 3),
+            k: round(s, 3) for k, s in slopes.items()
         },
-        "resident MB at the beginning, after a quarter, at the end, at rest": [
-            round(each.resident_bytes / MIB)
-            for each in (watcher.looks[0], looks[0], looks[-1], rested)
-        ],
-        "most resident MB": round(max(each.resident_bytes for each in watcher.looks) / MIB),
-        "most files, at rest": [max(each.files for each in watcher.looks), rested.files],
-        "most threads, at rest": [max(each.threads for each in watcher.looks), rested.threads],
+        "resident MB at the beginning, after a quarter, at the end, at rest": resident,
+        "most resident MB": round(max(each.resident_bytes for each in looks) / MIB),
+        "most files, at rest": [max(each.files for each in looks), rested.files],
+        "most threads, at rest": [max(each.threads for each in looks), rested.threads],
     }
-
-
-def _check_the_process(first, rested, found):
-    """Check that memory, files and threads are flat, and few at rest."""
-    assert rested.files <= first.files, found
-    assert rested.threads <= first.threads + THREADS, found
-    if SECONDS >= WHOLE_SECONDS:
-        slopes = found["slopes per minute after a quarter of the time"]
-        assert slopes["MB"] < MAX_GROWTH_MB_PER_MINUTE, found
-        assert abs(slopes["files"]) < 5, found
-        assert abs(slopes["threads"]) < 5, found
 
 
 def _entries(log):
     """Return the requests of a log by id: each must be there once."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     requests = [line for line in lines if line["event"] == "request"]
-    ids = Counter(line["id"] for line in requests)
-    assert not [each for each, count in ids.items() if count > 1]
-    return {line["id"]: line for line in requests}
+    found = {line["id"]: line for line in requests}
+    assert len(found) == len(requests)
+    return found
 
 
 def _check_the_log(entries, text, tally):
     """Check that metrics, log and clients agree on how many requests there were."""
+
+    def ended(reason):
+        return metric(text, "prejit_requests_total", f'reason="{reason}"')
+
     calls = [call for each in entries.values() if each["status"] != 400 for call in each["calls"]]
     assert len(calls) == metric(text, "prejit_requests_total"), text
-    ended = sum(
-        metric(text, "prejit_requests_total", f'reason="{reason}"')
-        for reason in ("stop", "length", "context", "mask")
-    )
     logged = sum(bool(call["finish_reason"]) for call in calls)
     # A text may end before its server sees that the client has gone: the engine counts it, nobody has it.
-    assert tally.texts <= logged <= ended
+    assert tally.texts <= logged <= sum(map(ended, ("stop", "length", "context", "mask")))
     assert tally.new_tokens <= metric(text, "vllm:generation_tokens_total")
-    for reason in ("error", "nan"):
-        assert metric(text, "prejit_requests_total", f'reason="{reason}"') == 0
+    assert (ended("error"), ended("nan")) == (0, 0)
 
 
 def _check_tokens(bundle, sample, entry):

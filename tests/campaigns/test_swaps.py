@@ -12,8 +12,7 @@ from tests.integration.test_serve import Process
 from tests.lettered import write_lettered
 
 from .campaign import check, facts, setting, write_figures
-from .honest_clients import KEYS, expected, start
-from .hostile_clients import in_ms
+from .honest_clients import KEYS, expected, in_ms, start
 from .serving import MIB, metric
 
 SWAPS = setting("SWAPS", 3)

@@ -18,14 +18,9 @@ from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
 PRELOADED = (
-    "tests.campaigns.transfer_processes",
-    "prejit.runtime.ship.registry_repository",
-    "prejit.runtime.ship.object_repository",
-    "prejit.runtime.ship.directory_repository",
-    "oras.auth",
-    "oras.container",
-    "requests",
-    "pytest",
+    *("prejit.runtime.ship.registry_repository", "prejit.runtime.ship.object_repository"),
+    *("prejit.runtime.ship.directory_repository", "tests.campaigns.transfer_processes"),
+    *("oras.auth", "oras.container", "requests", "pytest"),
 )
 """Modules that the fork server imports."""
 PIECE_BYTES = 64 << 10  # pieces are smaller than usual, so that the weights have some
