@@ -34,7 +34,6 @@ def pytest_configure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Note the CPU time of a test with its fixtures."""
     before = cpu_seconds()
     result = yield
     _seconds[item.nodeid] = cpu_seconds() - before
@@ -42,7 +41,6 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Show the sum and the longest."""
     terminalreporter.section(f"{sum(_seconds.values()):.1f} s of CPU time")
     for name in sorted(_seconds, key=_seconds.get, reverse=True)[:SHOWN]:
         terminalreporter.line(f"{_seconds[name]:7.2f} {name}")

@@ -20,7 +20,6 @@ _LLAMA = {
 
 
 def gpt2_config(**changes):
-    """Return the config.json of a small GPT-2, with changes."""
     config = {
         **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY},
         **{"n_positions": LARGEST_CONTEXT, "n_embd": 24, "n_head": 3, "n_layer": 2},

@@ -15,7 +15,6 @@ from .parity.encoder_cases import Case
 
 
 def bert_config(**changes):
-    """Return the config.json of a tiny BERT, with changes."""
     config = {
         **{"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"},
         **{"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1},

@@ -26,14 +26,11 @@ current-context: fake
 
 @dataclass
 class FakeKubernetes:
-    """What clients created."""
-
     kubeconfig: str = ""
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def _discovery():
-    """Return the documents that describe the API, by their paths."""
     groups = []
     found = {
         "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
@@ -59,7 +56,6 @@ def _discovery():
 
 @contextmanager
 def fake_kubernetes():
-    """Run one at a free port."""
     api = FakeKubernetes()
     known = _discovery()
 

@@ -100,7 +100,6 @@ class _RegistryHandler(QuietHandler):
             super().finish()
 
     def answer(self) -> None:
-        """Answer any request."""
         state, method = self.registry, self.command
         state.seen.append((method, self.path, self.headers.get("authorization", "")))
         parts = urlsplit(self.path)
@@ -207,7 +206,6 @@ class _RegistryHandler(QuietHandler):
         self.reply(status, part, **headers)
 
     def write(self, part: bytes) -> None:
-        """Send a part of a blob or a file."""
         self.wfile.write(part)
         self.registry.sent[self.path] += len(part)
 
@@ -250,7 +248,6 @@ class _RegistryHandler(QuietHandler):
 
 
 def referrers_index(state: FakeRegistry, name: str, digest: str) -> bytes:
-    """Return the index of what refers to a digest."""
     found = []
     for (at, tag), content in list(state.manifests.items()):
         plain = json.loads(content)

@@ -31,7 +31,6 @@ def b64(content):
 
 
 def pem(certificate):
-    """Return a certificate in PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
@@ -86,7 +85,6 @@ class FakeSigstore:
 
     @property
     def now(self):
-        """What its clock shows, in seconds since the epoch."""
         return time.time() + self._late_seconds
 
     def certificate(self, public, identity, issuer, *, stamped=True):
@@ -163,7 +161,6 @@ class FakeSigstore:
         late_seconds=0,
         payload_type=STATEMENT_MEDIA_TYPE,
     ):
-        """Return a keyless sigstore bundle as plain data."""
         key = _key()
         certificate = self.certificate(key.public_key(), identity, issuer, stamped=stamped)
         signature = key.sign(pae(payload, payload_type), _SHA256)
@@ -233,8 +230,6 @@ def token(*, identity=IDENTITY, issuer=ISSUER, audience="sigstore", seconds=600)
 
 
 class _Handler(QuietHandler):
-    """Fulcio's `signingCert` and Rekor's `entries`."""
-
     sigstore: FakeSigstore
 
     def do_POST(self):

@@ -18,7 +18,6 @@ SAMPLINGS = (
 
 
 def private_bytes():
-    """Return the private memory of this process in bytes."""
     gc.collect()
     rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in rollup[1:])
@@ -85,7 +84,6 @@ def sessions(bundle, pick):
 
 
 def run(path, token_count, session_count):
-    """Measure tokens, then sessions, in this process."""
     bundle = load(path, on_mismatch="error")
     bundle.prepare()
     return {

@@ -96,7 +96,6 @@ def kernel_recipe(toy_library, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def with_kernels(build_cache):
-    """Forms with kernels, for this machine."""
     return registered_forms(build_cache)
 
 

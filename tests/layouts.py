@@ -12,18 +12,15 @@ INDEX = "application/vnd.oci.image.index.v1+json"
 
 
 def blob(path: Path, digest: str) -> Path:
-    """The file of a blob."""
     return path / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
 
 def index_file(path: Path) -> Path:
-    """The file of a bundle's index."""
     root = json.loads((path / "index.json").read_bytes())
     return blob(path, next(at["digest"] for at in root["manifests"] if at["mediaType"] == INDEX))
 
 
 def index_of(path: Path) -> Any:
-    """A bundle's index as plain data."""
     return json.loads(index_file(path).read_bytes())
 
 

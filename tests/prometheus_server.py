@@ -36,8 +36,6 @@ def faster(text):
 
 
 class Prometheus:
-    """A Prometheus that scrapes servers of this machine."""
-
     def __init__(self, directory, ports):
         """Start it in a directory. Skip the test where Prometheus is not installed."""
         program = shutil.which("prometheus")
@@ -77,7 +75,6 @@ class Prometheus:
         return sum(float(each["value"][1]) for each in self._get("query", query=query)["result"])
 
     def firing(self):
-        """Return the names of the alerts that fire now."""
         return {a["labels"]["alertname"] for a in self._alerts() if a["state"] == "firing"}
 
     def _alerts(self):
@@ -104,7 +101,6 @@ class Prometheus:
         return took
 
     def wait_for_end(self, name, seconds=120):
-        """Wait until an alert fires no more."""
         wait_for(lambda: name not in self.firing(), seconds, f"{name} still fires")
 
     def follow(self, alert, command, *, env=None, **words):

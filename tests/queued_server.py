@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 
 @contextmanager
 def queued_server(*options):
-    """Run the server in a process of its own, and give its URL."""
     command = [sys.executable, "-m", "tests.queued_server", *map(str, options)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -24,8 +23,6 @@ def queued_server(*options):
 
 
 class Queue:
-    """The workers, and when they are free."""
-
     def __init__(self, workers, service, pause):
         self._free = [0.0] * workers
         self._service = service

@@ -18,8 +18,6 @@ _PATIENCE_SECONDS = 180
 
 
 class Node:
-    """A node: `ray start --block` and all that it starts."""
-
     def __init__(self, environ: dict[str, str], *arguments: str) -> None:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
         command += ["--object-store-memory=80000000"]
@@ -37,7 +35,6 @@ class Node:
         return found
 
     def compiles(self) -> bool:
-        """Return whether a worker that compiles runs there."""
         return any("prejit.compiler.compile.worker" in each for each in self._commands())
 
     def _commands(self) -> list[str]:
@@ -57,7 +54,6 @@ class Cluster:
     logs: Path
 
     def wait(self) -> None:
-        """Wait until the head node answers."""
         host, _, port = self.address.partition(":")
         for _ in range(_PATIENCE_SECONDS):
             with suppress(OSError):
@@ -67,7 +63,6 @@ class Cluster:
         raise SystemExit(f"expected a head node at {self.address}, found none")
 
     def join(self) -> Node:
-        """Start a node with one core."""
         return Node(self.environ, f"--address={self.address}", "--num-cpus=1")
 
 

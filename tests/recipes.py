@@ -79,16 +79,13 @@ class Recipe:
         return path
 
     def only(self, *targets):
-        """With these targets alone."""
         kept = tuple(target for target in self.targets if target.config.target in targets)
         return dataclasses.replace(self, targets=kept)
 
     def configured(self, change):
-        """With another program table for each target."""
         return self._each(lambda target: dataclasses.replace(target, config=change(target.config)))
 
     def layered(self, change):
-        """With other layers for each target."""
         return self._each(lambda target: dataclasses.replace(target, layers=change(target.layers)))
 
     def _each(self, change):
@@ -106,7 +103,6 @@ class Recipe:
         )
 
     def content(self, media_type):
-        """The bytes of a layer of the first target."""
         found = next(x for x in self.targets[0].layers if x.media_type == media_type)
         return found.content if isinstance(found.content, bytes) else found.content.read_bytes()
 
@@ -143,7 +139,6 @@ def make_recipe(tmp_path_factory, once):
 
 @pytest.fixture(scope="session")
 def recipe(make_recipe):
-    """The recipe of the bundle that most tests read."""
     return make_recipe()
 
 
@@ -182,7 +177,6 @@ class _Compiled:
 
 
 def _compile(at, buckets, miscompiled):
-    """Lower and compile the programs of a recipe."""
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
 

@@ -16,7 +16,6 @@ DIGEST = "sha256:" + "5e" * 32
 
 
 def stats(**changed):
-    """Return what a generation cost."""
     values = {
         **{"prompt_tokens": 5, "new_tokens": 3, "reused_tokens": 2, "queue_seconds": 0.1},
         **{"prefill_seconds": 0.02, "decode_seconds": 0.04, "first_token_seconds": 0.12},
@@ -27,7 +26,6 @@ def stats(**changed):
 
 
 def done(value):
-    """Return a future that has its result, or its error."""
     future = Future()
     if isinstance(value, Exception):
         future.set_exception(value)
@@ -56,7 +54,6 @@ class StandIn:
         return self.recorder.snapshot(**self.state)
 
     def request(self, reason="stop", **changed):
-        """Record a request from its beginning to its end."""
         recorder, cost = self.recorder, stats(**changed)
         recorder.generations.submitted()
         recorder.generations.admitted(cost.queue_seconds)
@@ -90,8 +87,6 @@ class StandIn:
 
 
 class StandInStream:
-    """A stream of three tokens."""
-
     def __init__(self):
         self.pieces = iter([Piece(1, "a"), Piece(2, "b"), Piece(3, "c", "length", None, stats())])
         self.closed = False
@@ -109,7 +104,6 @@ class StandInStream:
 
 
 def served(name="demo", engine=None, **changed):
-    """Return a served bundle without any files."""
     verdict = Verdict("h100", (Axis("cuda", "at least", "13.0", "13.1", True),))
     bundle = SimpleNamespace(
         name="gpt2",

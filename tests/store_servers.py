@@ -39,8 +39,6 @@ _REQUEST = re.compile(rb'"(?:GET|HEAD|PUT|POST|PATCH|DELETE) ')
 
 @dataclass
 class Server:
-    """A kind of store, and how to start it."""
-
     name: str
     url: str
     files: Path | None
@@ -52,7 +50,6 @@ class Server:
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the server, and wait until it answers."""
         if self.log is None:
             return
         with self.log.open("ab") as log:
@@ -74,7 +71,6 @@ class Server:
         self.ready()
 
     def kill(self) -> None:
-        """Kill the server."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -99,12 +95,10 @@ class Server:
         self.start()
 
     def requests(self) -> int:
-        """Return the number of requests that the server has had."""
         return 0 if self.log is None else len(_REQUEST.findall(self.log.read_bytes()))
 
 
 def directory_store(directory: Path) -> Server:
-    """Return a directory that machines share."""
     return Server("a directory", str(directory / "shared"), directory / "shared")
 
 

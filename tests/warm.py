@@ -84,7 +84,6 @@ class WarmPython:
         return self._ended.pop(pid)
 
     def close(self):
-        """End the process."""
         if self._process is not None:
             self._process.communicate()
 
@@ -157,7 +156,6 @@ def _tell_who_ended():
 
 
 def _run(wanted):
-    """Run a command; never returns."""
     import atexit
     import faulthandler
     import traceback

@@ -87,11 +87,9 @@ class Browser:
         self._send("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a JavaScript function body returns."""
         return self._send("POST", "/execute/sync", {"script": script, "args": [*arguments]})
 
     def text(self, selector: str) -> str:
-        """The visible text of an element."""
         found = self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
         assert isinstance(found, str)
         return found
@@ -108,7 +106,6 @@ class Browser:
         self._send("POST", f"/element/{self._find(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:
-        """Replace the content of a field."""
         element = self._find(selector)
         self._send("POST", f"/element/{element}/clear", {})
         self._send("POST", f"/element/{element}/value", {"text": text})
@@ -124,7 +121,6 @@ class Browser:
         )
 
     def choose(self, selector: str, value: str) -> None:
-        """Choose an option of a select."""
         self.click(f'{selector} option[value="{value}"]')
 
     def wait(self, holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
@@ -142,12 +138,10 @@ class Browser:
         )
 
     def scheme(self, name: str) -> None:
-        """Prefer `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         self._devtools("Emulation.setEmulatedMedia", {"features": features})
 
     def picture(self) -> bytes:
-        """A PNG of what is in view."""
         return base64.b64decode(self._send("GET", "/screenshot"))
 
     def console(self) -> list[str]:

@@ -156,7 +156,6 @@ def wrong(rng):
 
 
 def swapped(rng):
-    """The bytes of another blob."""
     choice = rng.random()
 
     def answer(handler, content, start):
@@ -169,8 +168,6 @@ def swapped(rng):
 
 
 def zipped(_):
-    """Compressed bytes that nobody asked for."""
-
     def write(handler, part, status):
         small = gzip.compress(part)
         send(handler, small, status, length=len(small), close=False, content_encoding="gzip")
@@ -179,14 +176,12 @@ def zipped(_):
 
 
 def junk(rng):
-    """A document that is none, of any type."""
     said = rng.choice(JUNK)
     kinds = ("text/html", "application/vnd.oci.image.index.v1+json", "", "x/y")
     return document(said, content_type=rng.choice(kinds))
 
 
 def no_http(rng):
-    """Bytes that are not HTTP."""
     said = rng.choice((b"\x15\x03\x01\x00\x02\x02\x16", b"HTTP/1.1 abc\r\n\r\n", b"a: b\r\n" * 300))
 
     def answer(handler, content, start):
@@ -197,14 +192,12 @@ def no_http(rng):
 
 
 def busy(rng):
-    """A status that asks for another attempt, with any wait."""
     wait = rng.choice((None, *ABSURD_WAITS))
     headers = {} if wait is None else {"retry_after": wait}
     return rng.choice((408, 429, 429, 500, 502, 503, 504)), headers
 
 
 def refused(rng):
-    """A refusal, with any way to log in."""
     code = rng.choice((400, 401, 401, 403, 404, 405, 410, 413, 418, 451, 507, 599))
     return code, {"www_authenticate": rng.choice(CHALLENGES)} if code in (401, 403) else {}
 

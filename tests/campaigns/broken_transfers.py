@@ -146,8 +146,6 @@ class Breaking:
 
 @dataclass
 class Case:
-    """A transfer that breaks, then goes on."""
-
     number: int
     way: str
     fault: str
@@ -220,7 +218,6 @@ class Case:
 
     @property
     def target(self):
-        """The place to which a pull writes."""
         if self.way in INTO_STORE:
             return self.at / "disk" / "store"
         return self.at / ("out.tar" if self.way == TAR else "out")
@@ -261,7 +258,6 @@ class Case:
         return found
 
     def signal(self):
-        """Kill or stop the processes of the attempt."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if self.fault == KILLED else signal.SIGINT)
@@ -274,7 +270,6 @@ class Case:
         return end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}"
 
     def break_it(self):
-        """Do one or two attempts that break."""
         for _ in range(self.rng.choice((1, 1, 2))):
             breaking, after, file_bytes = self._breaking(), None, 0
             if self.fault in (KILLED, STOPPED) and self.rng.random() < 0.5:
@@ -292,7 +287,6 @@ class Case:
             self._restore()
 
     def _breaking(self):
-        """Return what breaks requests of the next attempt."""
         rng, fault = self.rng, self.fault
         first, times = rng.choice((0, 0, 1, 2, 5)), rng.choice((1, 2, 4, 4, 10**6, 10**6))
         part = rng.choice(("", "/blobs/", "/blobs/", "/manifests/", "/referrers/"))
@@ -343,7 +337,6 @@ class Case:
         return lambda method, path: answer
 
     def _kill_within(self, handler, content, start):
-        """Send a part of an answer, then the signal."""
         part = (content or b"")[start:]
         status = 404 if content is None else 206 if start else 200
         sent = part[: int(len(part) * self.rng.random())]

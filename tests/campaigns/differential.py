@@ -103,8 +103,6 @@ def plain(tree):
 
 @dataclass(frozen=True)
 class Subject:
-    """A function in all its forms."""
-
     function: Function
     reference: Callable[..., Any]
     ways: dict[str, Callable[..., Any]]
@@ -118,7 +116,6 @@ class Outcomes:
     bad: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, variant, way, outcome, function, arguments, text=""):
-        """Count a check."""
         self.counts[variant, way, outcome] += 1
         if outcome in BAD:
             said = f"{outcome}: {way}, {variant}: {text}\n{function.source}\n{arguments!r}"
@@ -135,7 +132,6 @@ BAD = (
 
 
 def run_batch(seed, functions, checks, directory):
-    """Build random functions and check each a number of times, about."""
     chance = random.Random(seed)
     made = [random_function(f"f{number}", chance) for number in range(functions)]
     module = _module(made, directory, seed)
@@ -289,7 +285,6 @@ def _outcome(call, arguments, error, wanted, form):
 
 
 def main():
-    """Run a batch."""
     seed, functions, checks = map(int, sys.argv[1:4])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="differential-") as directory:

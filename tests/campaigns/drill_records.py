@@ -34,7 +34,6 @@ def table(records):
 
 
 def with_table(text):
-    """Return the page with the table of the last figures."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     shown = table(json.loads(figures_file("drills").read_text()))

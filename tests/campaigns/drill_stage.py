@@ -52,7 +52,6 @@ class Stage:
         wait_for(lambda: self.watch.value("up") == up, what="Prometheus does not reach all")
 
     def load(self, server, count=CLIENTS):
-        """Let honest clients use a server."""
         self._clients.append(start(server, count))
         return self._clients[-1]
 

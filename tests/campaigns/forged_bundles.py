@@ -27,8 +27,6 @@ REQUIREMENT = "dev.prejit.requirement"
 
 @dataclass
 class Draft:
-    """A bundle in memory, to be changed."""
-
     root: Any
     index: Any
     targets: list[tuple[Any, Any]]
@@ -78,7 +76,6 @@ def described(content):
 
 @cache
 def sound(name):
-    """Return the files of a golden bundle."""
     path = GOLDEN / name
     return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
@@ -163,7 +160,6 @@ def put(draft, config, layer, content):
 
 
 def frames_of(config):
-    """Return the segments of a config."""
     frames = [p[key] for p in config["programs"] for key in ("executable", "portable")]
     return [*frames, *(each["entry"] for each in config.get("recorded", []))]
 

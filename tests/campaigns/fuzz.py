@@ -71,7 +71,7 @@ def read_as_loads_do(path):
 
 @dataclass
 class Tried:
-    """An example, what was done to which bundle, and its outcome: `rejected` or `accepted`."""
+    """An example and its outcome; CPU time and memory are those beyond the sound bundle's."""
 
     number: int
     bundle: str
@@ -121,8 +121,6 @@ def beyond(seconds, allowed, more_bytes):
 
 
 class Fuzzer(Examples):
-    """Asks `prejit verify` and loads in this process."""
-
     def __init__(self):
         super().__init__()
         self._usual = {}
@@ -178,7 +176,6 @@ class Fuzzer(Examples):
 
 
 def memory_of(name):
-    """Return a line of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
     assert found is not None
@@ -186,10 +183,8 @@ def memory_of(name):
 
 
 def is_unfit(message):
-    """Return whether no terminal should show a message."""
-    return len(message) > 4000 or bool(
-        re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", message)
-    )
+    bad = re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", message)
+    return bad is not None or len(message) > 4000
 
 
 def _differs(path, error, show):
@@ -210,28 +205,28 @@ def _differs(path, error, show):
 
 def try_all(attempt, count, every):
     """Try so many examples, and print the bad ones and, after each `every`, how far it is."""
-    found, bad = [], 0
+    found = []
     for number in range(count):
         tried = attempt(number)
         found.append(tried)
         if tried.problem:
-            bad += 1
             print(f"{number} {tried.bundle} {tried.kind}: {tried.problem}", file=sys.stderr)
         if number % 100 == 99:
             gc.collect()  # bundles that were refused have files open until then
-        if (number + 1) % every == 0:
+        if number % every == every - 1:
+            bad = sum(bool(each.problem) for each in found)
             print(f"{number + 1} examples, {bad} bad", file=sys.stderr, flush=True)
     return found
 
 
 def figures_of(found, started, *packages, usual, **more):
-    """Return the figures of a campaign, as its file has them."""
+    """Return the figures of a campaign; the time and the memory of `usual` examples count."""
     problems = [each for each in found if each.problem]
     by_kind = {}
     for (kind, outcome), count in sorted(Counter((t.kind, t.outcome) for t in found).items()):
         by_kind.setdefault(kind, {})[outcome] = count
-    seconds = max([0.0, *(each.seconds for each in usual)])
-    most_bytes = max([0, *(each.more_bytes for each in usual)])
+    seconds = max((each.seconds for each in usual), default=0.0)
+    most_bytes = max((each.more_bytes for each in usual), default=0)
     return {
         **facts(*packages),
         "examples": len(found),
@@ -239,8 +234,8 @@ def figures_of(found, started, *packages, usual, **more):
         "bad": [dataclasses.asdict(each) for each in problems[:20]],
         "bad_count": len(problems),
         **more,
-        "most_seconds_beyond_a_sound_bundle": round(seconds, 3),
-        "most_megabytes_beyond_a_sound_bundle": round(most_bytes / 2**20, 1),
+        "most_seconds_beyond_a_sound_bundle": round(max(0.0, seconds), 3),
+        "most_megabytes_beyond_a_sound_bundle": round(max(0, most_bytes) / 2**20, 1),
         "outcomes": by_kind,
     }
 

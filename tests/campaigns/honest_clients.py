@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from itertools import cycle
 
+import httpx
+
 from prejit.runtime import load
 from prejit.server.load.http_client import HttpClient
 from prejit.server.load.workload import LoadRequest
@@ -24,10 +26,11 @@ LETTERS = {str(byte - ord("!")): 100 for byte in range(ord("a"), ord("z") + 1)}
 class Clients(threading.Thread):
     """Clients in one event loop: a thread for each of 200 would measure how threads wait for each other."""
 
-    def __init__(self, url, prompts, *, keys=KEYS, scrapes=False, **fields):
+    def __init__(self, url, prompts, *, keys=KEYS, scrapes=False, pause=0.0, **fields):
         super().__init__(daemon=True)  # a test that fails does not wait for it
         self._url, self._prompts, self._keys, self._is_scraping = url, prompts, keys, scrapes
         self._fields = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **fields}
+        self._pause = pause
         self._ends = threading.Event()
         self.gaps = []  # seconds between two events of a stream, by the times when their bytes came
         self.firsts = []  # seconds to the first event of each
@@ -62,6 +65,7 @@ class Clients(threading.Thread):
             request = LoadRequest("/v1/completions", content, headers, is_streamed=True)
             answer = await client.exchange_within(request, LIMIT_SECONDS)
             await self._check(answer, lambda answer, of=prompt: self._read(of, answer))
+            await asyncio.sleep(self._pause)
 
     async def _scrape(self, client):
         headers = {"Authorization": f"Bearer {self._keys[0]}"}
@@ -108,6 +112,17 @@ class Clients(threading.Thread):
         self.requests += 1
 
 
+def changed(texts):
+    """Return the texts of which one bundle gave several to one prompt."""
+    counts = Counter((prompt, bundle) for prompt, _, bundle in texts)
+    return [f"other texts: {each}" for each in texts if counts[each[0], each[2]] > 1]
+
+
+def admin_client(socket_path):
+    transport = httpx.HTTPTransport(uds=str(socket_path))
+    return httpx.Client(transport=transport, base_url="http://admin", timeout=300)
+
+
 def expected(bundle):
     """Return what a bundle answers to every prompt, with its fingerprint."""
     with load(bundle, on_mismatch="error") as loaded:
@@ -144,8 +159,7 @@ def main(port, key, seconds):
     clients.start()
     time.sleep(float(seconds))
     clients.end()
-    counts = Counter(prompt for prompt, _, _ in clients.texts)
-    failures = clients.failures + [f"other texts: {each}" for each in counts if counts[each] > 1]
+    failures = clients.failures + changed(clients.texts)
     found = {
         "requests": clients.requests,
         "failed": len(failures),

@@ -67,7 +67,6 @@ async def status_of(reader):
 
 
 def wide_schema(number, width):
-    """Return a schema of an object of many fields, another one for each number."""
     names = (f"field_{number}_{place}" for place in range(width))
     return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
 
@@ -230,7 +229,6 @@ class Hostile:
 
     @kind(1, 0.5)
     async def no_http(self):
-        """Sends what is no HTTP, or means two things."""
         two = b"Host: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
         junk = (
             b"\x16\x03\x01" + self._random.randbytes(500),
@@ -284,7 +282,6 @@ class Hostile:
 
     @kind(1, 3)
     async def regex_bomb(self):
-        """Sends a pattern that is small and hard."""
         patterns = (
             *("^(a+)+$", "^(([a-z]{1,900}){1,900}){1,900}$", "^(.*a){40}$"),
             *("^" + "(a|b|ab)*" * 60 + "c$", "^(" * 2000 + "a" + ")?" * 2000 + "$"),
@@ -303,7 +300,6 @@ class Hostile:
 
     @kind(1, 3)
     async def many_stops(self):
-        """Asks for a text with 32 long stop strings."""
         stops = [f"{place}" + "abc " * 100 for place in range(32)]
         return await self._send(self._completion(stop=stops, max_tokens=60), leave_after=10)
 
@@ -317,7 +313,6 @@ class Hostile:
 
     @kind(10, 0.5)
     async def flood(self):
-        """Asks for long texts, and reads the answer."""
         return await self._send(self._completion(), leave_after=self._random.uniform(0.2, 20))
 
     @kind(4, 0.5)
@@ -328,7 +323,6 @@ class Hostile:
 
     @kind(4, 1)
     async def slow_reader(self):
-        """Reads a large stream slowly."""
         body = self._completion(logprobs=5, n=2, stream=True)
         async with connected(self._port, limit=1024) as (reader, writer):
             writer.write(body)
@@ -340,14 +334,12 @@ class Hostile:
 
     @kind(2, 0.2)
     async def no_key(self):
-        """Asks for texts and for paths without a key, or with a wrong one."""
         key = self._random.choice(("", "wrong"))
         path = self._random.choice((COMPLETIONS, "/tokenize", "/v1/responses", "/none"))
         return await self._send(request(path, {"model": "decoder", "prompt": "abc"}, key))
 
     @kind(2, 0.3)
     async def looks(self):
-        """Asks for open paths, without a key."""
         paths = ("/metrics", "/health/ready", "/health/live", "/openapi.json", "/")
         return await self._send(request(self._random.choice(paths), b""))
 

@@ -38,14 +38,12 @@ def flipped(content, generator):
 
 
 def cut(content, generator):
-    """Return bytes without their end, or with more."""
     if generator.random() < 0.3:
         return content + generator.randbytes(generator.randrange(1, 100))
     return content[: generator.randrange(len(content) + 1)]
 
 
 def zeroed(content, generator):
-    """Return bytes with a range of zeros or of noise."""
     start = generator.randrange(len(content) + 1)
     size = min(generator.randrange(1, 600), len(content) - start)
     middle = bytes(size) if generator.random() < 0.5 else generator.randbytes(size)
@@ -53,7 +51,6 @@ def zeroed(content, generator):
 
 
 def damaged(content, generator):
-    """Return bytes that are damaged in one of these ways."""
     return generator.choice([flipped, cut, zeroed])(content, generator)
 
 
@@ -61,7 +58,6 @@ def damaged(content, generator):
 
 
 def nasty(generator):
-    """Return one of `NASTY`, or a few of them."""
     value = deepcopy(generator.choice(NASTY))
     return [value, nasty(generator)] if generator.random() < 0.1 else value
 
@@ -167,7 +163,6 @@ def wide(generator):
 
 
 def encoded(plain):
-    """Return canonical JSON."""
     return _nested(json.dumps(plain, sort_keys=True, separators=(",", ":"))).encode()
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import random
 import re
 import resource
@@ -17,6 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import zstandard
@@ -74,12 +76,13 @@ def _repacked(draft, place, key, change):
 
 
 def _program_bytes(draft, generator, key):
-    """Change the bytes of one program."""
     place = generator.randrange(len(draft.targets))
     chosen = generator.choice(draft.targets[place][1]["programs"])["name"]
-    _repacked(
-        draft, place, key, lambda name, raw: damaged(raw, generator) if name == chosen else raw
-    )
+
+    def change(name, raw):
+        return damaged(raw, generator) if name == chosen else raw
+
+    _repacked(draft, place, key, change)
 
 
 def _kernel_bytes(draft, generator):
@@ -94,13 +97,10 @@ def _kernel_bytes(draft, generator):
     content = damaged(before, generator)
     forged_bundles.put(draft, config, layers[0], content)
     new = forged_bundles.digest_of(content)
-    bound = [
-        (kernel_target(name, old).encode(), kernel_target(name, new).encode())
-        for name in kernels_of(before)
-    ]
 
     def rebind(_, raw):
-        for one, other in bound:
+        for name in kernels_of(before):
+            one, other = (kernel_target(name, digest).encode() for digest in (old, new))
             raw = raw.replace(one, other)
         return raw
 
@@ -114,8 +114,8 @@ def _programs_exchanged(draft, generator):
 
 
 CODE = {
-    "executable bytes": lambda draft, generator: _program_bytes(draft, generator, "executable"),
-    "portable bytes": lambda draft, generator: _program_bytes(draft, generator, "portable"),
+    "executable bytes": partial(_program_bytes, key="executable"),
+    "portable bytes": partial(_program_bytes, key="portable"),
     "kernel bytes": _kernel_bytes,
     "programs exchanged": _programs_exchanged,
 }
@@ -123,7 +123,6 @@ CODE = {
 
 
 def changed(name, generator):
-    """Return a kind of change, and the files of a bundle after it."""
     chosen = generator.random()
     if chosen < 0.25:
         return forged_bundles.damaged(name, generator)
@@ -154,17 +153,16 @@ def code_of(files):
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound bundle, by its directory, a policy that allows it, and the identities of its targets."""
+    """A sound bundle, a policy that allows it, and the identities of its targets."""
 
     name: str
     policy: str
     identities: tuple[str, ...]
-    has_decoder: bool
+    has_decoder: bool  # which takes too long to compile in a fallback
     answer: str = ""
 
 
 def identity(config, layers):
-    """Return the digest of all that a target is made of."""
     return hashlib.sha256(json.dumps([config, sorted(layers)]).encode()).hexdigest()
 
 
@@ -251,24 +249,28 @@ def use_apart(path, sound, *, falls_back, directory):
 
 @dataclass
 class Tried(fuzz.Tried):
-    """An example and its outcome: `right`, `another answer`, an error, or how its process ended."""
+    """Also what the policy said, and an end, time or memory that bytes of code explain."""
 
     policy: str
     by_code: str
 
 
 class Loads(fuzz.Examples):
-    """Tries examples of some bundles in child processes."""
-
     def __init__(self, bundles, policy):
         super().__init__()
-        found = [_sound(bundle, policy) for bundle in bundles]
-        self._sound = [replace(each, answer=self._measure(each, False)[2]) for each in found]
-        self._usual = {
-            (each.name, falls_back): self._measure(each, falls_back)[:2]
-            for each in self._sound
-            for falls_back in ((False,) if each.has_decoder else (False, True))
-        }
+        self._sound, self._usual = [], {}
+        for bundle in bundles:
+            draft = forged_bundles.draft_of(str(bundle))
+            found = tuple(
+                identity(manifest["config"]["digest"], [at["digest"] for at in manifest["layers"]])
+                for manifest, _ in draft.targets
+            )
+            has_decoder = any("decoder" in config for _, config in draft.targets)
+            sound = Sound(str(bundle), str(policy), found, has_decoder)
+            sound = replace(sound, answer=self._measure(sound, False)[2])
+            self._sound.append(sound)
+            for falls_back in (False,) if has_decoder else (False, True):
+                self._usual[sound.name, falls_back] = self._measure(sound, falls_back)[:2]
 
     def _measure(self, sound, falls_back):
         """Return CPU time and memory of a sound bundle, and its answer."""
@@ -304,10 +306,7 @@ class Loads(fuzz.Examples):
         seconds = said.get("seconds", 0.0) - usual_seconds
         more_bytes = said.get("more_bytes", 0) - usual_bytes
         excess = fuzz.beyond(seconds, allowed, more_bytes)
-        if "ended" in said:
-            excess = f"ended: {said['ended']}"
-        elif excess:
-            excess = f"took {excess}"
+        excess = f"ended: {said['ended']}" if "ended" in said else excess and f"took {excess}"
         of_code = code_of(files) != code_of(forged_bundles.sound(sound.name))
         by_code, problem = judged(said, excess, sound.answer, kind=kind, of_code=of_code)
         name, policy = Path(sound.name).name, said.get("policy", "no answer")
@@ -319,6 +318,7 @@ def judged(said, excess, answer, *, kind, of_code):
     """Return what is there because of bytes of code, and what is bad; empty: nothing."""
     policy, outcome = said.get("policy", "no answer"), said.get("ended") or said["outcome"]
     text = said.get("text", "")
+    of_attacker = kind in CODE or kind in forged_bundles.ATTACKS  # all digests are right
     if policy in ("allowed what is not signed", "no answer"):
         return "", f"the policy: {policy}"
     if outcome.startswith("traceback"):
@@ -326,27 +326,11 @@ def judged(said, excess, answer, *, kind, of_code):
     if excess:
         refused = policy in ("UntrustedError", "RejectError")
         return (excess, "") if of_code and refused else ("", excess)
-    if outcome == "another answer" and (policy == "allowed" or not of_attacker(kind)):
+    if outcome == "another answer" and (policy == "allowed" or not of_attacker):
         return "", f"expected {answer:.200}, found {text:.200}"
     if outcome not in ("right", "another answer") and fuzz.is_unfit(text):
         return "", f"an error that no terminal should show: {text!r:.300}"
     return "", ""
-
-
-def of_attacker(kind):
-    """Return whether all digests are right after a change of this kind."""
-    return kind in CODE or kind in forged_bundles.ATTACKS
-
-
-def _sound(bundle, policy):
-    draft = forged_bundles.draft_of(str(bundle))
-    assert draft.root is not None
-    found = [
-        identity(manifest["config"]["digest"], [at["digest"] for at in manifest["layers"]])
-        for manifest, _ in draft.targets
-    ]
-    has_decoder = any("decoder" in config for _, config in draft.targets)
-    return Sound(str(bundle), str(policy), tuple(found), has_decoder)
 
 
 def build(directory):
@@ -354,15 +338,12 @@ def build(directory):
     from tests.manifests import write_manifest
     from tests.recipes import make_example
 
-    out = directory / "out"
-    manifest = directory / "decoder.toml"
+    directory = Path(directory)
+    out, manifest = directory / "out", directory / "decoder.toml"
     source = ROOT / "manifests" / "demo-model"
     write_manifest(manifest, source, name="decoder", model='dtype = "float32"', context=(64,))
-    subprocess.run(
-        [Path(sys.executable).with_name("prejit"), "build", manifest, "-o", out],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    command = [Path(sys.executable).with_name("prejit"), "build", manifest, "-o", out]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     make_example(directory).write(out / "example")
     sign_all([out / "decoder", out / "example"], directory / "trust.toml")
 
@@ -379,19 +360,15 @@ def sign_all(bundles, policy):
 
 
 def figures_of(bundles, policy, count):
-    """Try examples and return the figures."""
     started = time.monotonic()
     with Loads(bundles, policy) as loads:
         found = fuzz.try_all(loads.attempt, count, 250)
-    by_code = Counter[str]()
-    for tried in found:
-        if tried.by_code:
-            short = re.sub(r" [\d.]+ (s|MB) more", r" more \1", tried.by_code)
-            by_code[f"{tried.kind}: {short}"] += 1
-    more = {
-        BY_CODE: dict(sorted(by_code.items())),
-        "policy": dict(sorted(Counter(tried.policy for tried in found).items())),
-    }
+    by_code = Counter()
+    for tried in (each for each in found if each.by_code):
+        short = re.sub(r" [0-9.]+ (s|MB) more", r" more \1", tried.by_code)
+        by_code[f"{tried.kind}: {short}"] += 1
+    more = {BY_CODE: by_code, "policy": Counter(tried.policy for tried in found)}
+    more = {name: dict(sorted(counts.items())) for name, counts in more.items()}
     usual = [tried for tried in found if not tried.by_code and not tried.problem]
     return fuzz.figures_of(found, started, "jaxlib", usual=usual, **more)
 
@@ -408,11 +385,10 @@ def main():
     with tempfile.TemporaryDirectory() as directory:
         bundles, policy = options.bundles, options.policy
         if not bundles:
-            command = (
-                "import sys; from pathlib import Path; from tests.campaigns.loads import build"
-            )
-            command += "; build(Path(sys.argv[1]))"  # in a process of its own: it starts XLA
-            subprocess.run([sys.executable, "-c", command, directory], check=True)
+            building = multiprocessing.get_context("spawn").Process(target=build, args=[directory])
+            building.start()  # in a process of its own: it starts XLA
+            building.join()
+            assert building.exitcode == 0
             bundles = [Path(directory, "out", name) for name in ("decoder", "example")]
             policy = Path(directory, "trust.toml")
         if options.only is not None:

@@ -24,7 +24,6 @@ class FoundError(Exception):
 
 
 def check(parse, content):
-    """Parse an input."""
     # Here, because `run_here` imports these modules again.
     from prejit.runtime.errors import PrejitError
     from prejit.runtime.trust.reasons import RefusedError

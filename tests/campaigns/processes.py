@@ -32,8 +32,6 @@ whoever comes second gets 255."""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a process ended."""
-
     status: int | None
     stdout: str
     stderr: str
@@ -58,7 +56,6 @@ def start(function, *arguments, daemon=False):
 
 
 def run(function, argument, directory, *, limit_seconds):
-    """Run a function in a fork."""
     growth = directory / "growth.json"
     for file in (directory / "stdout", directory / "stderr", growth):
         file.unlink(missing_ok=True)

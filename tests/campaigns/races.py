@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import itertools
 import json
 import mmap
 import os
@@ -12,8 +11,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import zstandard
 
@@ -47,7 +45,7 @@ _KILL_SECONDS = 0.2  # a writer is killed after at most this time
 
 
 class Cache(ABC):
-    """A shared directory."""
+    """A shared directory, whose `read` raises AssertionError where it finds something wrong."""
 
     def __init__(self, directory):
         self._directory = directory
@@ -55,7 +53,6 @@ class Cache(ABC):
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._cache)
 
     def prepare(self):
-        """Make what has to be there before."""
         self._directory.mkdir()
 
     @abstractmethod
@@ -77,16 +74,16 @@ def content_of(name):
 
 
 def _names(directory, *patterns):
-    found = itertools.chain.from_iterable(directory.rglob(pattern) for pattern in patterns)
+    found = [path for pattern in (patterns or ("*.tmp",)) for path in directory.rglob(pattern)]
     return sorted(str(path.relative_to(directory)) for path in found)
 
 
 class BuildCache(Cache):
     """The build's store: results that several builds make at once, while `prejit gc` runs."""
 
-    @property
-    def _log(self):
-        return self._directory / "made"
+    def __init__(self, directory):
+        super().__init__(directory)
+        self._log = directory / "made"
 
     def prepare(self):
         super().prepare()
@@ -143,11 +140,9 @@ class CompiledHere(Cache):
 
 
 class ReceiptsOfFiles(Cache):
-    """Receipts, and the names of first programs."""
-
-    @property
-    def _files(self):
-        return self._directory / "files"
+    def __init__(self, directory):
+        super().__init__(directory)
+        self._files = directory / "files"
 
     def prepare(self):
         self._files.mkdir(parents=True)
@@ -180,7 +175,7 @@ class ReceiptsOfFiles(Cache):
             receipts.digest_of(path)
         receipts.save()
         self.write(0)
-        return _names(self._directory, "*.tmp")
+        return _names(self._directory)
 
 
 class ChannelStates(Cache):
@@ -223,19 +218,16 @@ class ChannelStates(Cache):
 
     def left(self):
         self.write(0)
-        return _names(self._directory, "*.tmp")
+        return _names(self._directory)
 
 
 class BundleDirectory(Cache):
     """A bundle that builds replace and to which signatures are attached, and the files unpacked from it."""
 
-    @property
-    def _bundle(self):
-        return self._directory / "bundle"
-
-    @property
-    def _unpacked(self):
-        return self._cache / "recorded" / "v1"
+    def __init__(self, directory):
+        super().__init__(directory)
+        self._bundle = directory / "bundle"
+        self._unpacked = self._cache / "recorded" / "v1"
 
     def prepare(self):
         super().prepare()
@@ -292,18 +284,15 @@ class BundleDirectory(Cache):
         open_recorded(self._bundle)
         cache = sorted(self._unpacked.iterdir())
         files = sorted((self._bundle / "blobs" / "sha256").iterdir())
-        needed = (
-            4  # the index, a manifest, a config and a layer: nothing is attached to the new one
-        )
+        needed = 4  # index, manifest, config and a layer: nothing is attached to the new one
         return [
-            *_names(self._bundle, "*.tmp"),
+            *_names(self._bundle),
             *(f"in the cache: {path.name}" for path in cache[1:]),
             *(f"in the bundle: {path.name}" for path in files[needed:]),
         ]
 
 
 def attach_note(bundle, number):
-    """Attach something, as `prejit sign` does."""
     subject = read_whole(bundle, lambda layout, root: root.subject)
     assert subject is not None
     attach(bundle, subject, "text/plain", [Part("text/plain", str(number).encode())], {})
@@ -318,54 +307,43 @@ CACHES = {
 }
 
 
-@dataclass(frozen=True)
-class Lap:
-    """What one process of a race does."""
-
-    cache: str
-    directory: Path
-    writes: bool
-    slot: int
-    rounds: int
-
-
-def run_lap(lap):
+def run_lap(name, directory, slot, rounds, *, writes):
     """Do the rounds that are left. A successor of a killed process goes on where that one was killed."""
     random.seed()
-    cache = CACHES[lap.cache](lap.directory)
-    counters_file, errors_file = (lap.directory.with_name(name) for name in ("counters", "errors"))
+    cache = CACHES[name](directory)
+    act = cache.write if writes else cache.read
+    counters_file, errors_file = (directory.with_name(name) for name in ("counters", "errors"))
     with open(counters_file, "r+b") as file, mmap.mmap(file.fileno(), 0) as counters:
         done = memoryview(counters).cast("q")
-        while done[lap.slot] < lap.rounds:
+        while done[slot] < rounds:
             try:
-                (cache.write if lap.writes else cache.read)(done[lap.slot])
+                act(done[slot])
             except Exception:
                 with open(errors_file, "a") as errors:
                     errors.write(json.dumps(traceback.format_exc()) + "\n")
-            done[lap.slot] += 1
+            done[slot] += 1
         done.release()
 
 
 def race(name, directory, *, rounds, writers, seed):
     """Let processes write and read one cache, and kill writers at random moments."""
     pick = random.Random(seed)
-    cache = CACHES[name](directory / "cache")
+    at = directory / "cache"
+    cache = CACHES[name](at)
     cache.prepare()
     counters, errors = directory / "counters", directory / "errors"
     counters.write_bytes(bytes(8 * 2 * writers))
     errors.touch()
-    laps = [
-        Lap(name, directory / "cache", slot < writers, slot, rounds) for slot in range(2 * writers)
-    ]
 
-    def start(lap):
-        return processes.start(run_lap, lap, daemon=True)
+    def start(slot):
+        lap = partial(run_lap, writes=slot < writers)
+        return processes.start(lap, name, at, slot, rounds, daemon=True)
 
     def done(slot):
         return int.from_bytes(counters.read_bytes()[8 * slot : 8 * slot + 8], sys.byteorder)
 
     started, kills = time.monotonic(), 0
-    running, begun = [start(lap) for lap in laps], [0] * writers
+    running, begun = [start(slot) for slot in range(2 * writers)], [0] * writers
     while any(process.is_alive() for process in running):
         assert time.monotonic() - started < _LIMIT_SECONDS, "it hangs"
         time.sleep(pick.uniform(0, _KILL_SECONDS))
@@ -376,18 +354,14 @@ def race(name, directory, *, rounds, writers, seed):
             running[slot].join()
             kills += running[slot].exitcode == -signal.SIGKILL
             begun[slot] = done(slot)
-            running[slot] = start(laps[slot])
+            running[slot] = start(slot)
     seconds = time.monotonic() - started
     ended = [process.exitcode for process in running]
     assert not any(ended), f"processes ended with {ended}"
     found = [json.loads(line) for line in errors.read_text().splitlines()]
     left = cache.left()
     return [*found, *left], {
-        "writers": writers,
-        "readers": writers,
-        "rounds of each": rounds,
-        "writers killed": kills,
-        "wrong reads and false rejections": len(found),
-        "left over": len(left),
-        "seconds": round(seconds),
+        **{"writers": writers, "readers": writers, "rounds of each": rounds},
+        **{"writers killed": kills, "wrong reads and false rejections": len(found)},
+        **{"left over": len(left), "seconds": round(seconds)},
     }

@@ -34,8 +34,6 @@ class Pair(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """`Pair` with its fields in the other order."""
-
     a: Any
     x: Any
 
@@ -83,7 +81,6 @@ def _strided(given):
 
 
 def _weak(given):
-    """Return an array of jax with a weak type, where its dtype has one."""
     if given.dtype.name not in ("float32", "int32", "complex64"):
         return jnp.asarray(given)
     zero = given.dtype.type(0).item()
@@ -113,7 +110,6 @@ KINDS = {
 
 
 def given(tree, chance):
-    """Return a tree of arguments with random values."""
     return jax.tree.map(lambda leaf: KINDS[leaf.kind](array_of(leaf, chance)), tree)
 
 
@@ -122,8 +118,6 @@ def given(tree, chance):
 
 @dataclass(frozen=True)
 class Function:
-    """A random function."""
-
     name: str
     source: str
     example: tuple[Any, ...]
@@ -132,7 +126,6 @@ class Function:
 
 
 def container(parts, chance):
-    """Return a random container of two parts."""
     first, second = parts
     return chance.choice(
         (
@@ -157,7 +150,6 @@ def random_tree(chance, depth):
 
 
 def random_function(name, chance):
-    """Return a random function of one of three kinds."""
     make = chance.choice((function_of_trees,) * 4 + (function_of_rows, function_of_state))
     return make(name, chance)
 
@@ -183,7 +175,6 @@ def function_of_rows(name, chance):
 
 
 def function_of_state(name, chance):
-    """Return a step: its first result is the next state."""
     state = container([Leaf("float32", shape) for shape in ((3,), (2, 3))], chance)
     weights = chance.sample(range(2, 9), 2)
     source = (
@@ -229,7 +220,6 @@ def function_of_trees(name, chance):
 
 
 def in_turn(read):
-    """Return an expression of the arrays of a dict that depends on their order."""
     return f"sum(jnp.sum(part) * (place + 2) for place, part in enumerate({read}.values()))"
 
 

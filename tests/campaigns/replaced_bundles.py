@@ -7,6 +7,8 @@ import os
 import shutil
 import traceback
 
+from tests.layouts import blobs_of, index_file
+
 from prejit.compiler.pipeline.layout_writing import write_layout
 
 from . import faults
@@ -21,11 +23,8 @@ def load_often(given):
     counts = {}
     errors = []
     for number, path in enumerate(itertools.cycle(paths)):
-        if (
-            number >= least
-            and counts_file.exists()
-            and all(json.loads(counts_file.read_text()).values())
-        ):
+        is_enough = number >= least and counts_file.exists()
+        if is_enough and all(json.loads(counts_file.read_text()).values()):
             break
         try:
             found = faults.value_of(path, cache)
@@ -52,20 +51,14 @@ def replace_often(given):
 
 
 def rebuild(source, path, number):
-    """Write a bundle as a build does."""
-    from tests.layouts import blobs_of, index_file
-
-    blobs = {**blobs_of(source)}
-    write_layout(path, index_file(source).read_bytes(), blobs)
+    write_layout(path, index_file(source).read_bytes(), blobs_of(source))
 
 
 def annotate(source, path, number):
-    """Attach something to the bundle that is there."""
     attach_note(path, number % 5)
 
 
 def exchange(source, path, number):
-    """Exchange the directory for another one, and delete the old one."""
     new = path.with_name(f"{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     shutil.copytree(source, new)
@@ -90,7 +83,6 @@ def pull(source, path, number):
 
 
 def link(source, path, number):
-    """Turn a link to a new copy, and delete the old copy."""
     copy = path.with_name(f"{path.name}.{number}")
     shutil.copytree(source, copy)
     before = os.readlink(path) if path.is_symlink() else None

@@ -80,8 +80,6 @@ class Tally:
 
 
 class Client(threading.Thread):
-    """Sends one request after the other until a time."""
-
     def __init__(self, port, number, until, tally, *, pause):
         super().__init__(name=f"client {number}")
         self._port, self._number, self._until = port, number, until
@@ -91,7 +89,6 @@ class Client(threading.Thread):
         self._kind = ""
 
     def run(self):
-        """Send requests, of kinds that are drawn by their weights."""
         while time.monotonic() < self._until:
             [kind] = self._random.choices([*KINDS], [*KINDS.values()])
             self.send(kind)
@@ -360,8 +357,6 @@ class Look:
 
 
 class Watcher(threading.Thread):
-    """Looks at a process again and again."""
-
     def __init__(self, process, kept_bytes, every):
         super().__init__(name="watcher")
         self._process, self._kept_bytes, self._every = process, kept_bytes, every

@@ -31,7 +31,6 @@ GOLDEN = ROOT / "tests" / "format" / "v1" / "call"
 
 
 def can_mount(directory):
-    """Return whether this process may mount disks."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "tmpfs", str(directory)]
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
@@ -100,7 +99,6 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch):
 
 
 def keep(results, seconds, mounts):
-    """Write the figures of a whole campaign."""
     found = [each for *_, each in results]
     faults = {}
     for _, _, fault, each in results:

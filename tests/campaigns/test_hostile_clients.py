@@ -104,12 +104,10 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir, tmp_path):
 
 
 def spread(values):
-    """Return the first value, the most and the last."""
     return [round(each) for each in (values[0], max(values), values[-1])]
 
 
 def told(process):
-    """Wait for the end of clients, and return what they have seen."""
     output, _ = process.communicate()
     assert process.returncode == 0
     return json.loads(output)

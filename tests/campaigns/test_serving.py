@@ -61,7 +61,6 @@ class Leaving:
             self._texts.append((prompt, options, bundle.generate(prompt, **options).token_ids))
 
     def work(self, seed, until):
-        """Use it until a time."""
         generator = random.Random(seed)
         while time.monotonic() < until:
             try:
@@ -112,8 +111,6 @@ class Leaving:
 
 
 async def _leave(stream, seconds):
-    """Read a stream in a task that is cancelled."""
-
     async def read():
         async for _ in stream:
             pass

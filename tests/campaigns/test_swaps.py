@@ -1,7 +1,6 @@
 """Swaps and canaries of a served bundle under load: no request fails, and no token is of the wrong bundle."""
 
 import json
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -10,9 +9,10 @@ import httpx
 import pytest
 from tests.integration.test_serve import Process
 from tests.lettered import write_lettered
+from tests.waiting import wait_for
 
-from .campaign import check, facts, setting, write_figures
-from .honest_clients import KEYS, expected, in_ms, start
+from .campaign import check, facts, machine_facts, setting, write_figures
+from .honest_clients import KEYS, admin_client, expected, in_ms, start
 from .serving import MIB, metric
 
 SWAPS = setting("SWAPS", 3)
@@ -60,22 +60,22 @@ class Running:
     admin: httpx.Client
 
     def post(self, path, expected=200, **body):
-        """Return what the admin address answers."""
         answer = self.admin.post(path, json=body)
         assert answer.status_code == expected, answer.text
         return dict(answer.json())
 
     def canary(self):
-        """Return how far the last canary is."""
         return dict(self.admin.get("/canary").json()["canaries"][0])
 
     def wait_for(self, *stages):
-        """Return how far the canary is when it has come to one of these stages."""
-        until = time.monotonic() + 120
-        while (state := self.canary())["stage"] not in stages:
-            assert time.monotonic() < until, state
-            time.sleep(0.02)
-        return state
+        seen = []
+
+        def is_there():
+            seen.append(self.canary())
+            return seen[-1]["stage"] in stages
+
+        wait_for(is_there, 120, f"the canary does not come to {stages}")
+        return seen[-1]
 
     def share(self, bundle):
         """Start a canary, and wait until it has its share. A busy machine may say that it is slower."""
@@ -89,14 +89,12 @@ class Running:
 
 @pytest.fixture
 def running(versions, tmp_path):
-    """A server of the first version."""
     keys, socket_path = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("".join(f"k{at}: {key}\n" for at, key in enumerate(KEYS)))
     options = ("--keys", keys, "--admin", socket_path, "--queue", "256", "--timeout", "60")
     server = Process(f"m={versions[0]}", *options)
-    transport = httpx.HTTPTransport(uds=str(socket_path))
     try:
-        with httpx.Client(transport=transport, base_url="http://admin", timeout=60) as admin:
+        with admin_client(socket_path) as admin:
             server.wait_until_ready()
             yield Running(server, admin)
         assert server.end() == 0, server.said
@@ -106,15 +104,7 @@ def running(versions, tmp_path):
 
 
 def measured(**figures):
-    """Return figures with what they depend on, after printing them."""
-    load = [round(each, 1) for each in os.getloadavg()]
-    found = {
-        **facts("jax", "kernel"),
-        "machine": f"{os.cpu_count()} CPUs",
-        "load average": load,
-        "requests at once": AT_ONCE,
-        **figures,
-    }
+    found = {**facts("jax", "kernel"), **machine_facts(), "requests at once": AT_ONCE, **figures}
     print(json.dumps(found, indent=1))
     return found
 

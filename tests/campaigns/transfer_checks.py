@@ -116,7 +116,6 @@ def wrong_blobs(directory):
 
 
 def digests_of(directory):
-    """Return all digests to which a bundle leads."""
     with Layout(directory) as layout:
         return set(reached(layout, read_root(layout)))
 
@@ -134,7 +133,6 @@ def wrong_bundle(directory):
 
 @contextmanager
 def extracted(path):
-    """Extract a tar into a directory beside it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         with tarfile.open(path) as tar:
             tar.extractall(directory, filter="data")
@@ -142,7 +140,6 @@ def extracted(path):
 
 
 def wrong_tar(path):
-    """Return what is wrong with the bundle of a tar."""
     try:
         with extracted(path) as directory:
             return wrong_blobs(directory) + wrong_bundle(directory)

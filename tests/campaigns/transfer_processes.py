@@ -34,8 +34,6 @@ INTO_REGISTRY = (PUSH, PUSH_TAR, COPY)
 
 @dataclass(frozen=True)
 class Job:
-    """A transfer in a process of its own."""
-
     way: str
     source: str
     target: str
@@ -46,7 +44,6 @@ class Job:
 
 
 def transfer(job):
-    """Do a transfer and write how it ended."""
     os.environ.update(job.env)
     os.umask(0o022)
     _drop_rights()

@@ -11,15 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .campaign import (
-    ROOT,
-    facts,
-    figures_file,
-    machine_facts,
-    scratch_directory,
-    setting,
-    write_figures,
-)
+from . import campaign
+from .campaign import ROOT, setting
 
 PROGRAMS = sorted((ROOT / "benchmarks" / "programs").glob("*.py")) + sorted(
     (ROOT / "benchmarks" / "studies" / "recorded_programs").glob("*.py")
@@ -53,11 +46,8 @@ def ran(command, directory, environment=()):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
         if not setting("UNTRACED_TIMES", 1):  # compiling is most of the work
             kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-        kept |= {
-            "PYTHONHASHSEED": "0",
-            "PREJIT_RUNTIME_CACHE": str(directory / "unpacked"),
-            **dict(environment),
-        }
+        kept |= {"PYTHONHASHSEED": "0", "PREJIT_RUNTIME_CACHE": str(directory / "unpacked")}
+        kept |= dict(environment)
         child = subprocess.Popen(command, stdout=out, stderr=err, cwd=directory, env=kept)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
@@ -84,7 +74,7 @@ def imports_of(program):
     return "\n".join(map(ast.unparse, nodes)), versions
 
 
-def campaign(program, directory):
+def run_program(program, directory):
     """Run a program in all ways. Return and print its figures, with what is wrong about it."""
     directory.mkdir(exist_ok=True)
     command = (sys.executable, str(program))
@@ -144,7 +134,6 @@ def campaign(program, directory):
 
 
 def wrongs(found):
-    """Return what is wrong in the runs of a program, a line each."""
     plain = found["plain"]["output"]
     lines = []
     for way, each in found.items():
@@ -158,15 +147,8 @@ def wrongs(found):
 
 
 def table(figures):
-    """Return the figures as a table of Markdown."""
-    head = (
-        "program",
-        "libraries",
-        "untraced",
-        "traces, lowerings, compiles",
-        "traced, and why",
-        "wrong",
-    )
+    head = ("program", "libraries", "untraced")
+    head += ("traces, lowerings, compiles", "traced, and why", "wrong")
     rows = [(*head, *(f"{way}, s (CPU s)" for way in WAYS)), ("---",) * (len(head) + len(WAYS))]
     for name, each in figures.items():
         events = "?" if each["events"] is None else ", ".join(map(str, each["events"].values()))
@@ -182,22 +164,22 @@ def table(figures):
 
 
 def main():
-    """Run the programs that the command line names, or all."""
     known = {each.stem: each for each in PROGRAMS}
     chosen = [known[name] for name in sys.argv[1:] or known]
-    place, before = os.environ.get("PREJIT_UNTRACED_DIRECTORY"), machine_facts()
-    with scratch_directory() as scratch, ThreadPoolExecutor(setting("UNTRACED_JOBS", 1)) as pool:
+    place, before = os.environ.get("PREJIT_UNTRACED_DIRECTORY"), campaign.machine_facts()
+    with (
+        campaign.scratch_directory() as scratch,
+        ThreadPoolExecutor(setting("UNTRACED_JOBS", 1)) as pool,
+    ):
         root = Path(place) if place else scratch
-        runs = {each.stem: pool.submit(campaign, each, root / each.stem) for each in chosen}
-        figures = {}
-        for name, run in runs.items():
-            figures[name] = run.result()
+        runs = {each.stem: pool.submit(run_program, each, root / each.stem) for each in chosen}
+        figures = {name: run.result() for name, run in runs.items()}
     print(table(figures))
-    file = figures_file("untraced_programs")
+    file = campaign.figures_file("untraced_programs")
     kept = json.loads(file.read_text())["programs"] if file.exists() else {}
     programs = dict(sorted({**kept, **figures}.items()))
-    made = {**facts("jax", "jaxlib", "kernel"), **before, "programs": programs}
-    write_figures("untraced_programs", made)
+    made = {**campaign.facts("jax", "jaxlib", "kernel"), **before, "programs": programs}
+    campaign.write_figures("untraced_programs", made)
 
 
 if __name__ == "__main__":
