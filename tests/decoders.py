@@ -31,29 +31,18 @@ def gpt2_config(**changes):
 _CONFIGS = {
     "gpt2": gpt2_config(),
     "llama": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        **_LLAMA,
-        "max_position_embeddings": 256,
-        "hidden_act": "silu",
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], **_LLAMA},
+        **{"max_position_embeddings": 256, "hidden_act": "silu"},
     },
     # What a window must forget lies in the cache all the same, and so do other rows' leftovers.
     "mistral": {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        **_LLAMA,
-        "hidden_act": "silu",
-        "sliding_window": 7,
+        **{"model_type": "mistral", "architectures": ["MistralForCausalLM"], **_LLAMA},
+        **{"hidden_act": "silu", "sliding_window": 7},
     },
     "gemma2": {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
-        **_LLAMA,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 6,
-        "sliding_window": 11,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 20.0,
+        **{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **_LLAMA},
+        **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 6},
+        **{"sliding_window": 11, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
     },
 }
 

@@ -120,11 +120,8 @@ def write_answers_modules(directory):
         "1_LogitScore/config.json": {"true_token_id": 28, "false_token_id": 17},
         "config_sentence_transformers.json": {
             "activation_fn": "torch.nn.modules.linear.Identity",
-            **{
-                "prompts": {"web": "f w"},
-                "default_prompt_name": "web",
-                "model_type": "CrossEncoder",
-            },
+            **{"prompts": {"web": "f w"}, "default_prompt_name": "web"},
+            "model_type": "CrossEncoder",
         },
     }.items():
         (directory / name).write_text(json.dumps(content))

@@ -252,14 +252,8 @@ def referrers_index(state: FakeRegistry, name: str, digest: str) -> bytes:
     for (at, tag), content in list(state.manifests.items()):
         plain = json.loads(content)
         if at == name and ":" in tag and plain.get("subject", {}).get("digest") == digest:
-            found.append(
-                {
-                    "mediaType": MANIFEST,
-                    "digest": tag,
-                    "size": len(content),
-                    "artifactType": plain.get("artifactType"),
-                }
-            )
+            entry = {"mediaType": MANIFEST, "digest": tag, "size": len(content)}
+            found.append({**entry, "artifactType": plain.get("artifactType")})
     return json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": found}).encode()
 
 

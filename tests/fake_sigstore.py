@@ -68,19 +68,16 @@ class FakeSigstore:
         ).sign(self._ca, _HASH)
 
     def trusted_root(self):
+        authority = {
+            "subject": {"organization": "fake", "commonName": "fake"},
+            "uri": "http://fulcio.invalid",
+            "certChain": {"certificates": [_raw(self._root)]},
+            "validFor": {"start": _START},
+        }
         return {
             "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
-            "tlogs": [_log(self._rekor)],
-            "ctlogs": [_log(self._ct)],
-            "certificateAuthorities": [
-                {
-                    "subject": {"organization": "fake", "commonName": "fake"},
-                    "uri": "http://fulcio.invalid",
-                    "certChain": {"certificates": [_raw(self._root)]},
-                    "validFor": {"start": _START},
-                }
-            ],
-            "timestampAuthorities": [],
+            **{"tlogs": [_log(self._rekor)], "ctlogs": [_log(self._ct)]},
+            **{"certificateAuthorities": [authority], "timestampAuthorities": []},
         }
 
     @property

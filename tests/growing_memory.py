@@ -43,16 +43,13 @@ def tokens(bundle, pick):
     while True:
         while batch.free:
             prompt = [pick.randrange(vocab) for _ in range(pick.randrange(1, context // 2))]
-            batch.insert(
-                Request(
-                    prompt * pick.choice((1, 1, 2)),
-                    pick.choice(SAMPLINGS),
-                    max_new_tokens=pick.randrange(1, context // 2),
-                    stop_token_ids=(),
-                    logprobs=pick.choice((None, None, None, 2)),
-                    prompt_lookup=pick.random() < 0.3,
-                )
-            )
+            options = {
+                **{"max_new_tokens": pick.randrange(1, context // 2), "stop_token_ids": ()},
+                **{"logprobs": pick.choice((None, None, None, 2))},
+                **{"prompt_lookup": pick.random() < 0.3},
+            }
+            repeated = prompt * pick.choice((1, 1, 2))
+            batch.insert(Request(repeated, pick.choice(SAMPLINGS), **options))
         given = batch.step()
         count += sum(token.token_id is not None for token in given)
         if pick.random() < 0.002:

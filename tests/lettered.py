@@ -35,21 +35,12 @@ def tokenizer_json():
         }
         for place, content in enumerate(SPECIAL)
     ]
+    of_bytes = {"type": "ByteLevel", "add_prefix_space": False}
+    of_bytes |= {"trim_offsets": True, "use_regex": True}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {
-            **{"type": "ByteLevel", "add_prefix_space": False},
-            **{"trim_offsets": True, "use_regex": True},
-        },
-        "post_processor": None,
-        "decoder": {
-            **{"type": "ByteLevel", "add_prefix_space": False},
-            **{"trim_offsets": True, "use_regex": True},
-        },
+        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},
+        **{"normalizer": None, "pre_tokenizer": of_bytes, "post_processor": None},
+        "decoder": of_bytes,
         "model": {
             "type": "BPE",
             "vocab": {token: place for place, token in enumerate(tokens)},

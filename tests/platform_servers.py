@@ -48,14 +48,8 @@ class PlatformServer:
         environ = {**os.environ, **self.environ(directory)}
         log = directory / "log"
         with open(log, "wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=directory,
-                env=environ,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            options = {"cwd": directory, "env": environ, "stdout": output, "stderr": output}
+            process = subprocess.Popen(command, start_new_session=True, **options)
         try:
             for name in bundles:
                 url = f"http://127.0.0.1:{port}/v2/models/{name}/ready"

@@ -156,6 +156,11 @@ def running_registry(directory: Path) -> Iterator[Server]:
         server.kill()
 
 
+def _aws_settings(endpoint: str, key: str, secret: str) -> dict[str, str]:
+    found = {"AWS_ENDPOINT": endpoint, "AWS_REGION": "us-east-1"}
+    return found | {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+
+
 def moto(directory: Path) -> Server | None:
     """Return an S3 in memory; None: moto is not there."""
     paths = {"PYTHONPATH": os.environ.get("MOTO", "")}
@@ -175,12 +180,7 @@ def moto(directory: Path) -> Server | None:
         directory / "moto.log",
         (sys.executable, "-m", "moto.server", "-p", str(port)),
         make_bucket,
-        {
-            "AWS_ENDPOINT": endpoint,
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "y",
-            "AWS_REGION": "us-east-1",
-        },
+        _aws_settings(endpoint, "x", "y"),
         paths,
     )
 
@@ -247,12 +247,7 @@ def s3rver(directory: Path) -> Server | None:
         files,
         directory / "s3rver.log",
         (str(program), *where, "--configure-bucket", "bucket"),
-        env={
-            "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "S3RVER",
-            "AWS_SECRET_ACCESS_KEY": "S3RVER",
-            "AWS_REGION": "us-east-1",
-        },
+        env=_aws_settings(f"http://127.0.0.1:{port}", "S3RVER", "S3RVER"),
     )
 
 

@@ -17,16 +17,9 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 FLAGS = (
-    "--headless",
-    "--no-sandbox",  # the sandbox does not start as root
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--force-prefers-reduced-motion",
-    "--hide-scrollbars",
+    *("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
+    *("--force-prefers-reduced-motion", "--no-sandbox"),  # the sandbox does not start as root
 )
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowRight": "\ue014"}

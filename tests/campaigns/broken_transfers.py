@@ -23,27 +23,17 @@ from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
 from . import broken_answers, processes
-from .transfer_processes import (
-    ARRIVE,
-    COPY,
-    DIRECTORY,
-    HTTP,
-    INTO_REGISTRY,
-    INTO_STORE,
-    PULL,
-    PUSH,
-    PUSH_TAR,
-    TAR,
-    Job,
-    transfer,
-)
+from . import transfer_processes as ways
 
 WEIGHTS_BYTES = 300_000
 ANSWER_SECONDS, CLEAN_ANSWER_SECONDS = 0.3, 10.0
 """Time limits of an answer, while something breaks and when nothing does."""
 LIMIT_SECONDS = 30.0  # longest time of a process. One that takes longer hangs
 USER = "me:secret"
-WAYS = {PULL: 30, ARRIVE: 10, HTTP: 10, DIRECTORY: 8, TAR: 7, PUSH: 20, PUSH_TAR: 8, COPY: 7}
+WAYS = {
+    **{ways.PULL: 30, ways.ARRIVE: 10, ways.HTTP: 10, ways.DIRECTORY: 8, ways.TAR: 7},
+    **{ways.PUSH: 20, ways.PUSH_TAR: 8, ways.COPY: 7},
+}
 """All ways, and how many of 100 cases each gets."""
 
 # ---------------------------------------------------------------------- the bundle
@@ -97,14 +87,14 @@ ANYWHERE = (*broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP)
 IN_PULLS = (*broken_answers.OF_CONTENT, *ANYWHERE, FULL, LIMITED, MOVED_TAG, ABROAD)
 IN_PUSHES = (*ANYWHERE, LOST, UPLOADS)
 FAULTS = {
-    PULL: (*IN_PULLS, UNLISTED, REFERRERS, ASKED_ABROAD),
-    ARRIVE: (*IN_PULLS, UNLISTED),
-    HTTP: IN_PULLS,
-    DIRECTORY: (*IN_PULLS, UNLISTED, REFERRERS),
-    TAR: IN_PULLS,
-    PUSH: (*IN_PUSHES, REFERRERS, ABROAD),
-    PUSH_TAR: (*IN_PUSHES, ABROAD),
-    COPY: (*IN_PUSHES, *broken_answers.OF_CONTENT, REFERRERS),
+    ways.PULL: (*IN_PULLS, UNLISTED, REFERRERS, ASKED_ABROAD),
+    ways.ARRIVE: (*IN_PULLS, UNLISTED),
+    ways.HTTP: IN_PULLS,
+    ways.DIRECTORY: (*IN_PULLS, UNLISTED, REFERRERS),
+    ways.TAR: IN_PULLS,
+    ways.PUSH: (*IN_PUSHES, REFERRERS, ABROAD),
+    ways.PUSH_TAR: (*IN_PUSHES, ABROAD),
+    ways.COPY: (*IN_PUSHES, *broken_answers.OF_CONTENT, REFERRERS),
 }
 
 
@@ -167,7 +157,7 @@ class Case:
         self.name = f"case{self.number}x"
         self.at = self.place.scratch / self.name
         self.wanted = self.versions[0]
-        is_full = self.fault == FULL and self.way in INTO_STORE
+        is_full = self.fault == FULL and self.way in ways.INTO_STORE
         self._has_small_disk = is_full and self.place.can_mount
 
     # -------------------------------------------------------------- what is there before
@@ -175,8 +165,8 @@ class Case:
     def prepare(self):
         """Make the directory, and put both versions where they are pulled from."""
         (self.at / "disk").mkdir(parents=True)
-        if self.way in INTO_REGISTRY:
-            if self.way == COPY:
+        if self.way in ways.INTO_REGISTRY:
+            if self.way == ways.COPY:
                 self._hold(self.versions[0], f"{self.name}/from", "v1")
             elif self.rng.random() < 0.3:  # an older one is there
                 self._hold(self.versions[1], self.name, "v0")
@@ -184,7 +174,7 @@ class Case:
         for version, tag in zip(self.versions, ("v1", "v2"), strict=True):
             self._hold(version, self.name, tag)
         has_older = self.fault != FULL and self.rng.random() < 0.2
-        if has_older and self.way in INTO_STORE:
+        if has_older and self.way in ways.INTO_STORE:
             [end] = self.attempt(1, source=self.source("v2"))
             assert not end, end
 
@@ -211,16 +201,16 @@ class Case:
 
     def source(self, tag="v1"):
         host = self.place.registry.host
-        if self.way in (PUSH, PUSH_TAR):
-            return str(self.versions[0].path if self.way == PUSH else self.versions[0].tar)
-        scheme = "http" if self.way == HTTP else "oci"
-        return f"{scheme}://{host}/{self.name}{'/from' if self.way == COPY else ''}:{tag}"
+        if self.way in (ways.PUSH, ways.PUSH_TAR):
+            return str(self.versions[0].path if self.way == ways.PUSH else self.versions[0].tar)
+        scheme = "http" if self.way == ways.HTTP else "oci"
+        return f"{scheme}://{host}/{self.name}{'/from' if self.way == ways.COPY else ''}:{tag}"
 
     @property
     def target(self):
-        if self.way in INTO_STORE:
+        if self.way in ways.INTO_STORE:
             return self.at / "disk" / "store"
-        return self.at / ("out.tar" if self.way == TAR else "out")
+        return self.at / ("out.tar" if self.way == ways.TAR else "out")
 
     # -------------------------------------------------------------- attempts
 
@@ -232,11 +222,13 @@ class Case:
         self.pids.clear()
         for outcome in outcomes:
             outcome.unlink(missing_ok=True)
-            target = into if self.way in INTO_REGISTRY else str(self.target)
+            target = into if self.way in ways.INTO_REGISTRY else str(self.target)
             env = {**self.place.env, "PREJIT_RUNTIME_CACHE": str(self.at / "cache")}
             answer = CLEAN_ANSWER_SECONDS if self._is_clean else ANSWER_SECONDS
-            job = Job(self.way, source or self.source(), target, outcome, env, answer, file_bytes)
-            started.append(processes.start(transfer, job))
+            job = ways.Job(
+                self.way, source or self.source(), target, outcome, env, answer, file_bytes
+            )
+            started.append(processes.start(ways.transfer, job))
             self.pids.append(started[-1].pid or 0)
         if after is not None:
             time.sleep(after)
@@ -290,10 +282,10 @@ class Case:
         rng, fault = self.rng, self.fault
         first, times = rng.choice((0, 0, 1, 2, 5)), rng.choice((1, 2, 4, 4, 10**6, 10**6))
         part = rng.choice(("", "/blobs/", "/blobs/", "/manifests/", "/referrers/"))
-        if self.way == HTTP:
+        if self.way == ways.HTTP:
             part = rng.choice(("", "/blobs/", "/blobs/", "/tags/"))
         methods = ("GET",)
-        if self.way in INTO_REGISTRY:
+        if self.way in ways.INTO_REGISTRY:
             methods = rng.choice((("PUT",), ("POST",), ("HEAD",), ("GET", "HEAD", "POST", "PUT")))
             part = ""
         if fault == UPLOADS:

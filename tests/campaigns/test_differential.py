@@ -59,10 +59,8 @@ def test_every_way_answers_as_jax_does_or_refuses():
 
 def run(seed):
     """Run a batch in a process of its own: what jax and XLA keep of its functions goes with it."""
-    words = (
-        *("-m", "tests.campaigns.differential"),
-        *(str(seed), str(BATCH_FUNCTIONS), str(BATCH_CHECKS)),
-    )
+    numbers = map(str, (seed, BATCH_FUNCTIONS, BATCH_CHECKS))
+    words = ("-m", "tests.campaigns.differential", *numbers)
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     again = " ".join((".venv/bin/python", *words))
     assert done.returncode == 0, f"{again}\n{done.stderr[-3000:]}"

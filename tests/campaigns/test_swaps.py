@@ -103,7 +103,7 @@ def running(versions, tmp_path):
         server.kill()
 
 
-def measured(**figures):
+def measured(figures):
     found = {**facts("jax", "kernel"), **machine_facts(), "requests at once": AT_ONCE, **figures}
     print(json.dumps(found, indent=1))
     return found
@@ -132,16 +132,14 @@ def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(version
     failures = alone.failures + beside.failures + last.failures
     wrong = (alone.texts | beside.texts) - (answers[0] | answers[1])
     figures = measured(
-        swaps=SWAPS,
-        requests=beside.requests,
-        failed=len(failures),
-        **{
+        {
+            **{"swaps": SWAPS, "requests": beside.requests, "failed": len(failures)},
             "texts of a wrong bundle": len(wrong),
             "ms of a swap": in_ms(seconds),
             "ms between tokens, without swaps": in_ms(alone.gaps),
             "ms between tokens, with swaps": in_ms(beside.gaps),
             "resident MB before, after": [round(before / MIB), round(after / MIB)],
-        },
+        }
     )
     if IS_WHOLE:
         write_figures("swaps", figures)
@@ -187,15 +185,14 @@ def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(versions, r
     failures = [each for one in (alone, beside, again, sharing, last) for each in one.failures]
     seen = alone.texts | beside.texts | again.texts | sharing.texts | last.texts
     figures = measured(
-        requests=beside.requests + sharing.requests,
-        failed=len(failures),
-        **{
+        {
+            **{"requests": beside.requests + sharing.requests, "failed": len(failures)},
             "texts of a wrong bundle": len(seen - old - same),
             "seconds until a release of other texts was gone": round(dropped_after, 2),
             "seconds of a rollback": [round(each, 2) for each in taken_back],
             "ms between tokens, without a canary": in_ms(alone.gaps),
             "ms between tokens, with canaries": in_ms(beside.gaps),
-        },
+        }
     )
     if IS_WHOLE:
         write_figures("canaries", figures)
