@@ -61,7 +61,6 @@ TEMPLATE = (
     "d {{ (messages | selectattr('role', 'eq', 'document') | first).content }} e y"
     "{{ ' w' if add_generation_prompt }}"
 )
-"""A chat template of letters that takes pairs of texts."""
 
 
 def write_causal(directory, *, answers):

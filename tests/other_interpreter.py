@@ -31,7 +31,6 @@ CHOSEN = {
     "unit/runtime/test_call.py": "arrays in and out",
     "unit/runtime/test_fallback.py": "portable programs that this jaxlib compiles",
 }
-"""Files and directories of tests, and what can differ."""
 RANDOM = {"test_whatever_is_passed_gives_a_result_or_an_error_of_prejit"}
 """Long tests of random values. Their files have tests with chosen values, which run."""
 TESTS = Path(__file__).parent

@@ -12,7 +12,6 @@ _OPTIONS = {
     **({"xla_cpu_use_fusion_emitters": False} if _IS_OLD else {}),
 }
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in _OPTIONS.items())
-"""The settings as an environment variable."""
 
 
 def compile_quickly():

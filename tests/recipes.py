@@ -64,8 +64,6 @@ class Recipe:
 
     def write_described(self, path):
         """Writes the bundle as a build does, with list of parts and provenance."""
-        from functools import partial
-
         from prejit.compiler.pipeline.layout_writing import write_layout
         from prejit.compiler.pipeline.pack.attaching import attach_descriptions
         from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
@@ -75,7 +73,7 @@ class Recipe:
         index, blobs = assemble(self.name, self.targets, DESCRIPTIONS)
         write_layout(path, index, blobs)
         digest = digest_of(index)
-        attach_descriptions(path, digest, partial(recording_provenance, digest))
+        attach_descriptions(path, digest, functools.partial(recording_provenance, digest))
         return path
 
     def only(self, *targets):
@@ -180,8 +178,7 @@ def _compile(at, buckets, miscompiled):
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
 
-    lowered = {f"score/b{size}": _lower_score(size, miscompiled) for size in buckets}
-    lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
+    lowered = _lower(buckets, miscompiled)
     for_v3 = _compile_for_v3(at, {p: portable for p, (portable, _, _) in lowered.items()})
     programs = {}
     for name, (portable, arguments, results) in lowered.items():
@@ -291,15 +288,11 @@ def with_trees(program):
     from prejit.runtime.format.arrays import Array
 
     taken, given = ([*map(Array.parse, texts)] for texts in (program.arguments, program.results))
-    if any(_is_no_tree(arrays) for arrays in (taken, given)):
-        return program
+    for paths in ([array.path for array in arrays] for arrays in (taken, given)):
+        inner = {path[:place] for path in paths for place in range(len(path))}
+        if len({*paths}) != len(paths) or not inner.isdisjoint(paths):
+            return program
     return dataclasses.replace(program, arguments_tree=tree_of(taken), results_tree=tree_of(given))
-
-
-def _is_no_tree(arrays):
-    paths = [array.path for array in arrays]
-    inner = {path[:place] for path in paths for place in range(len(path))}
-    return len({*paths}) != len(paths) or not inner.isdisjoint(paths)
 
 
 def tree_of(arrays):
@@ -318,48 +311,53 @@ def tree_of(arrays):
     return json.dumps(nested([array.path for array in arrays]), separators=(",", ":"))
 
 
-def _lower_score(size, miscompiled=""):
+def _score(weights, x, miscompiled):
+    import jax.numpy as jnp
+
+    kernel, bias = weights["kernel"], weights["bias"]
+    match miscompiled:
+        case "operands swapped":
+            return bias - jnp.tanh(x @ kernel)
+        case "rows swapped":
+            return jnp.tanh(x[::-1] @ kernel) + bias
+        case "tanh dropped":
+            return x @ kernel + bias
+        case "bias dropped":
+            return jnp.tanh(x @ kernel) + bias * 0
+        case "one term of the sum dropped":
+            return jnp.tanh(x[:, 1:] @ kernel[1:]) + bias
+        case "bfloat16":
+            rounded = (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
+            return jnp.tanh(rounded) + bias
+    return jnp.tanh(x @ kernel) + bias
+
+
+def _lower(buckets, miscompiled):
+    """Lower the programs of a recipe: by name the portable program, the arguments and the results."""
     import jax
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
     def score(weights, x):
-        kernel, bias = weights["kernel"], weights["bias"]
-        match miscompiled:
-            case "operands swapped":
-                return bias - jnp.tanh(x @ kernel)
-            case "rows swapped":
-                return jnp.tanh(x[::-1] @ kernel) + bias
-            case "tanh dropped":
-                return x @ kernel + bias
-            case "bias dropped":
-                return jnp.tanh(x @ kernel) + bias * 0
-            case "one term of the sum dropped":
-                return jnp.tanh(x[:, 1:] @ kernel[1:]) + bias
-            case "bfloat16":
-                rounded = (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
-                return jnp.tanh(rounded) + bias
-        return jnp.tanh(x @ kernel) + bias
-
-    bias, kernel, x = (
-        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4,), (16, 4), (size, 16))
-    )
-    portable = export(score, {"bias": bias, "kernel": kernel}, x)
-    return portable, [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
-
-
-def _lower_nest():
-    import jax
-    import jax.numpy as jnp
-
-    from prejit.runtime.format.arrays import Array
+        return _score(weights, x, miscompiled)
 
     def nest(tree):
         half, (count, flag) = tree["half"], tree["pair"]
         doubled = jnp.where(flag, half + half, half)
         return {"sums": (doubled, count + 1), "scalar": jnp.asarray(2.5, jnp.float32)}
 
+    def tick():
+        return jnp.asarray(7, jnp.int32)
+
+    def shaped(*shape, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    found = {}
+    for size in buckets:
+        arrays = [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
+        portable = export(score, {"bias": shaped(4), "kernel": shaped(16, 4)}, shaped(size, 16))
+        found[f"score/b{size}"] = portable, *arrays
     arguments = [
         Array(("tree", "half"), "bfloat16", (3,)),
         Array(("tree", "pair", 0), "int32", (2, 2)),
@@ -370,19 +368,12 @@ def _lower_nest():
         Array(("sums", 0), "bfloat16", (3,)),
         Array(("sums", 1), "int32", (2, 2)),
     ]
-    half, *pair = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments)
-    return export(nest, {"half": half, "pair": tuple(pair)}), arguments, results
-
-
-def _lower_tick():
-    import jax.numpy as jnp
-
-    from prejit.runtime.format.arrays import Array
-
-    def tick():
-        return jnp.asarray(7, jnp.int32)
-
-    return export(tick), [], [Array((), "int32", ())]
+    half, *pair = (shaped(*each.shape, dtype=each.dtype) for each in arguments)
+    nested = export(nest, {"half": half, "pair": tuple(pair)})
+    return found | {
+        "nest": (nested, arguments, results),
+        "tick": (export(tick), [], [Array((), "int32", ())]),
+    }
 
 
 def export(function, *arguments, custom_calls=()):

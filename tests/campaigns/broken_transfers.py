@@ -34,7 +34,6 @@ WAYS = {
     **{ways.PULL: 30, ways.ARRIVE: 10, ways.HTTP: 10, ways.DIRECTORY: 8, ways.TAR: 7},
     **{ways.PUSH: 20, ways.PUSH_TAR: 8, ways.COPY: 7},
 }
-"""All ways, and how many of 100 cases each gets."""
 
 # ---------------------------------------------------------------------- the bundle
 

@@ -23,9 +23,7 @@ ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOMEM", "EMFI
 INTERRUPTIBLE = frozenset(("open", "read", "write", "fsync", "lock"))
 """The calls that can give EINTR. No kernel interrupts the others."""
 LASTING = ("ENOSPC", "EROFS", "EIO")
-"""What may hold from a call on, for every later call of its name."""
 MAY_FAIL_ANYHOW = frozenset(("open", "write", "fsync", "rename", "link", "mmap"))
-"""The calls that get each error; the others get `FEW_ERRORS`."""
 FEW_ERRORS = ("EIO", "EACCES", "EINTR")
 LASTING_EVERY = 5  # errors that last begin at every n-th call
 BUCKETS = (1, 2)

@@ -24,7 +24,6 @@ LOADED = ("decoder", "encoder", "chunks", "reader")
 """Bundles of one target without kernels: a load reads all that `prejit verify` reads."""
 MOST_SECONDS = 0.2
 MOST_BYTES = 64 << 20
-"""The CPU time and the memory that an example may take beyond those of the sound bundle."""
 SECONDS_PER_BYTE = 5e-8
 """The CPU time that it may take for each byte that it has beyond the sound bundle: JSON takes as long."""
 

@@ -11,7 +11,6 @@ HUGE = (
     *("Infinity", "true", "null", "[]"),
     *(str(2**63), str(2**63 - 1), str(2**64), str(2**31), str(2**53 + 1)),
 )
-"""Values that replace an integer."""
 NUMBERS = (-2, -1, 0, 1, 3, 7, 100_000, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**400)
 FLOATS = (-1.0, 0.0, 1e-300, 0.5, 1.5, 1e300, math.inf, -math.inf, math.nan)
 NASTY = (

@@ -33,7 +33,6 @@ from .junk import damaged
 CPU_SECONDS = 20
 WALL_SECONDS = 120
 MEMORY_BYTES = 6 << 30
-"""Limits of a child process. The kernel or the campaign ends one that needs more."""
 BY_CODE = "by bytes of code that a policy refuses"
 PRELOADED = (
     *("jax", "jaxlib.xla_client", "prejit.runtime.bundle", "prejit.runtime.bundle_batches"),
@@ -119,7 +118,6 @@ CODE = {
     "kernel bytes": _kernel_bytes,
     "programs exchanged": _programs_exchanged,
 }
-"""Kinds of attacks on the code itself."""
 
 
 def changed(name, generator):

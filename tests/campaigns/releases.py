@@ -232,7 +232,6 @@ BAD = (
     Release("a lost file", ("opens",), after=_truncate),
     Release("not signed under a policy", ("loads",), signed=False),
 )
-"""Releases that must be stopped, each by one of the checks that are named."""
 
 GOOD = (
     Release("the same again"),
@@ -256,4 +255,3 @@ GOOD = (
     Release("faster: a layer less", idle=IDLE - 1),
     Release("signed under a policy", signed=True),
 )
-"""Releases that may take the place of the base."""

@@ -31,17 +31,6 @@ SCHEMA = {
 }
 KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
 """The keys of the clients: each is a client of its own for fair shares."""
-KINDS = {}
-
-
-def kind(weight):
-    """Let clients send requests of a kind as often as its weight says, relative to the others."""
-
-    def register(act):
-        KINDS[act.__name__] = weight
-        return act
-
-    return register
 
 
 @dataclass(frozen=True)
@@ -84,21 +73,26 @@ class Client(threading.Thread):
         super().__init__(name=f"client {number}")
         self._port, self._number, self._until = port, number, until
         self._tally, self._pause = tally, pause
-        self._random = random.Random(number)
+        self.random = random.Random(number)
         self._sent = 0
         self._kind = ""
 
     def run(self):
         while time.monotonic() < self._until:
-            [kind] = self._random.choices([*KINDS], [*KINDS.values()])
+            [kind] = self.random.choices([*KINDS], [*KINDS.values()])
             self.send(kind)
-            time.sleep(self._random.uniform(0, self._pause))
+            time.sleep(self.random.uniform(0, self._pause))
 
     def send(self, kind):
         self._kind = kind
         self._sent += 1
         try:
-            getattr(self, kind)()
+            if kind in TEXTS:
+                self._text(TEXTS[kind](self) | self._maybe_stream())
+            elif kind in REFUSED:
+                self._refused(*REFUSED[kind](self))
+            else:
+                getattr(self, kind)()
         except TimeoutError:
             self._fail(f"no answer for {ANSWER_SECONDS:g} seconds")
         except Exception as error:
@@ -107,74 +101,31 @@ class Client(threading.Thread):
     def _fail(self, problem):
         self._tally.failures.append(f"{self._kind} {self._number}-{self._sent}: {problem}")
 
-    # ------------------------------------------------------------------ texts
-
-    @kind(20)
-    def whole(self):
-        self._text(self._completion())
-
-    @kind(20)
-    def streamed(self):
-        self._text(self._completion() | {"stream": True})
-
-    @kind(20)
-    def chat(self):
-        self._text(self._conversation() | self._maybe_stream())
-
-    @kind(5)
-    def several(self):
-        number = self._random.randint(2, 6)
-        self._text(self._completion(12) | {"n": number} | self._maybe_stream())
-
-    @kind(8)
-    def stops(self):
-        stops = ["a", "tr", '":'][: self._random.randint(1, 3)]
-        self._text(self._completion() | {"stop": stops} | self._maybe_stream())
-
-    @kind(6)
-    def long_prompt(self):
-        words = "".join(self._random.choices(WORDS, k=self._random.randint(30, 90)))
-        self._text(self._completion(16) | {"prompt": SHARED + words})
-
-    @kind(1)
-    def to_the_end_of_the_context(self):
-        self._text(self._completion() | {"max_tokens": 4000, "ignore_eos": True})
-
-    @kind(0.5)
-    def too_slow(self):
-        """The time of a request may not be enough for it, behind all others."""
-        self._text(self._completion(450) | {"n": 10, "priority": 5, "ignore_eos": True})
-
-    @kind(3)
     def follows_a_schema(self):
         schema = {"name": "answer", "schema": SCHEMA, "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
-        body = self._conversation() | {"max_tokens": 60, "response_format": form}
+        body = self.conversation() | {"max_tokens": 60, "response_format": form}
         answer = self._text(body, is_sample=False)
         if answer is not None and answer.reasons == ("stop",):
             found = json.loads(answer.texts[0])
             assert found.keys() == {"name", "ok"}, found
             assert isinstance(found["ok"], bool), found
 
-    # ------------------------------------------------------------------ clients that go
-
-    @kind(6)
     def cancels(self):
-        with self._asked(self._completion(450) | {"stream": True}) as answer:
+        with self._asked(self.completion(450) | {"stream": True}) as answer:
             self._expect(answer.status, SERVED)
-            for _ in range(self._random.randint(0, 40)):
+            for _ in range(self.random.randint(0, 40)):
                 if not answer.readline():
                     break
             self._leave()
 
-    @kind(4)
     def closes(self):
         """Goes while it waits for the whole answer, in order or with a reset."""
-        body = self._completion(450) | {"n": self._random.randint(1, 3)}
+        body = self.completion(450) | {"n": self.random.randint(1, 3)}
         with self._connected() as connection:
             connection.request("POST", COMPLETIONS, json.dumps(body), self._headers())
-            time.sleep(self._random.uniform(0, 0.2))
-            if self._random.random() < 0.5:
+            time.sleep(self.random.uniform(0, 0.2))
+            if self.random.random() < 0.5:
                 lingering = struct.pack("ii", 1, 0)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingering)
             self._leave()
@@ -183,45 +134,22 @@ class Client(threading.Thread):
         with self._tally.lock:
             self._tally.abandoned[self._kind] += 1
 
-    # ------------------------------------------------------------------ refusals and other paths
-
-    @kind(5)
-    def wrong(self):
-        change = self._random.choice(({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70}))
-        self._refused(COMPLETIONS, self._completion() | change, 400)
-
-    @kind(2)
-    def too_long(self):
-        prompt = "name " * self._random.randint(600, 3000)
-        self._refused(COMPLETIONS, self._completion() | {"prompt": prompt}, 400)
-
-    @kind(1)
-    def full_queue(self):
-        self._refused(COMPLETIONS, self._completion(30) | {"n": 100} | self._maybe_stream(), 400)
-
-    @kind(1)
-    def unknown_path(self):
-        self._refused("/v1/none", {}, 404)
-
-    @kind(4)
     def looks(self):
         paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
         with self._connected() as connection:
-            connection.request("GET", self._random.choice(paths), headers=self._headers())
+            connection.request("GET", self.random.choice(paths), headers=self._headers())
             answer = connection.getresponse()
             answer.read()
             self._expect(answer.status, {200})
 
-    @kind(4)
     def tokenizes(self):
-        text = "".join(self._random.choices(WORDS, k=20))
+        text = self.words(20)
         with self._connected() as connection:
             tokens = self._exchange(connection, "/tokenize", {"prompt": text})["tokens"]
             # The same connection again: most clients keep theirs.
             found = self._exchange(connection, "/detokenize", {"tokens": tokens}, "-again")
             assert found["prompt"] == text, f"expected {text!r}, found {found['prompt']!r}"
 
-    @kind(4)
     def responds(self):
         body = {"model": "decoder", "input": self._prompt(), "max_output_tokens": 12}
         with self._asked(body | self._maybe_stream(), path="/v1/responses") as answer:
@@ -233,30 +161,33 @@ class Client(threading.Thread):
     # ------------------------------------------------------------------ requests
 
     def _maybe_stream(self):
-        return {"stream": self._random.random() < 0.5}
+        return {"stream": self.random.random() < 0.5}
+
+    def words(self, count):
+        return "".join(self.random.choices(WORDS, k=count))
 
     def _prompt(self):
-        words = "".join(self._random.choices(WORDS, k=self._random.randint(1, 12)))
-        return (SHARED if self._random.random() < 0.3 else "") + words
+        words = self.words(self.random.randint(1, 12))
+        return (SHARED if self.random.random() < 0.3 else "") + words
 
     def _sampling(self, most_tokens):
         options = {
             "model": "decoder",
-            "max_tokens": self._random.randint(1, most_tokens),
-            "seed": self._random.getrandbits(32),
-            "temperature": self._random.choice([0, 0, 0.7, 1, 1.5]),
-            "priority": self._random.choice([0, 0, 0, 1, 2]),
-            "user": f"user {self._random.randrange(4)}",
+            "max_tokens": self.random.randint(1, most_tokens),
+            "seed": self.random.getrandbits(32),
+            "temperature": self.random.choice([0, 0, 0.7, 1, 1.5]),
+            "priority": self.random.choice([0, 0, 0, 1, 2]),
+            "user": f"user {self.random.randrange(4)}",
         }
         for name, value in {"top_p": 0.9, "frequency_penalty": 0.5}.items():
-            if self._random.random() < 0.2:
+            if self.random.random() < 0.2:
                 options[name] = value
         return options
 
-    def _completion(self, most_tokens=40):
+    def completion(self, most_tokens=40):
         return {**self._sampling(most_tokens), "prompt": self._prompt()}
 
-    def _conversation(self):
+    def conversation(self):
         return {**self._sampling(40), "messages": [{"role": "user", "content": self._prompt()}]}
 
     def _headers(self, more=""):
@@ -290,8 +221,8 @@ class Client(threading.Thread):
         if status not in expected:
             self._fail(f"expected {sorted(expected)}, found {status}")
 
-    def _refused(self, path, body, status):
-        with self._asked(body, path=path) as answer:
+    def _refused(self, body, status, path=COMPLETIONS):
+        with self._asked(body | self._maybe_stream(), path=path) as answer:
             content = answer.read()
             self._expect(answer.status, {status})
         assert json.loads(content)["error"]["message"], "an error without a message"
@@ -313,8 +244,41 @@ class Client(threading.Thread):
         texts, reasons, new_tokens = _texts(chunks, body.get("n", 1))
         sample = Sample(f"{self._number}-{self._sent}", body, texts, reasons)
         if is_sample:
-            self._tally.got(sample, new_tokens, self._random)
+            self._tally.got(sample, new_tokens, self.random)
         return sample
+
+
+TEXTS = {
+    "text": lambda c: c.completion(),
+    "chat": lambda c: c.conversation(),
+    "several": lambda c: c.completion(12) | {"n": c.random.randint(2, 6)},
+    "stops": lambda c: c.completion() | {"stop": ["a", "tr", '":'][: c.random.randint(1, 3)]},
+    "long_prompt": lambda c: (
+        c.completion(16) | {"prompt": SHARED + c.words(c.random.randint(30, 90))}
+    ),
+    "to_the_end_of_the_context": lambda c: (
+        c.completion() | {"max_tokens": 4000, "ignore_eos": True}
+    ),
+    # The time of a request may not be enough for it, behind all others.
+    "too_slow": lambda c: c.completion(450) | {"n": 10, "priority": 5, "ignore_eos": True},
+}
+WRONG = ({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70})
+REFUSED = {
+    "wrong": lambda c: (c.completion() | c.random.choice(WRONG), 400),
+    "too_long": lambda c: (
+        c.completion() | {"prompt": "name " * c.random.randint(600, 3000)},
+        400,
+    ),
+    "full_queue": lambda c: (c.completion(30) | {"n": 100}, 400),
+    "unknown_path": lambda c: ({}, 404, "/v1/none"),
+}
+KINDS = {
+    **{"text": 40, "chat": 20, "several": 5, "stops": 8, "long_prompt": 6},
+    **{"to_the_end_of_the_context": 1, "too_slow": 0.5, "follows_a_schema": 3, "cancels": 6},
+    **{"closes": 4, "wrong": 5, "too_long": 2, "full_queue": 1, "unknown_path": 1},
+    **{"looks": 4, "tokenizes": 4, "responds": 4},
+}
+"""How often a client sends each kind of request, relative to the others."""
 
 
 def _events(content):

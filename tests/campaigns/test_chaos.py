@@ -36,7 +36,6 @@ SCENARIOS = {
     "sign": ("sign", "signed"),
     "gc": ("collect", "aged"),
 }
-"""One of `faults.COMMANDS`, and the directory from which it starts."""
 SAMPLED = ("a build over a bundle", "a load on another machine", "gc")
 BROKEN = SAMPLED if IS_SAMPLE else SCENARIOS
 TIMED = ("the first build", "sign", "a build over a bundle", "a load on another machine")

@@ -230,7 +230,6 @@ _BESIDE = {
     },
     "special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}},
 }
-"""Files beside tokenizer.json."""
 
 
 def _tokenizer_files(random):
@@ -274,7 +273,6 @@ _MANIFEST = {
     ],
     "target": [{"name": "cpu-host"}, {"name": "cpu-x86-64-v3"}],
 }
-"""A manifest of a decoder and a function."""
 
 
 def _manifests(random):

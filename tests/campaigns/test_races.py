@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from tests.extent import sampled
 
-from . import faults, processes, races, replaced_bundles
+from . import faults, processes, races
 from .campaign import check, facts, figures_file, setting, write_figures
 from .faults import NEW, OLD
 
@@ -62,7 +62,7 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
     sources = tuple(tmp_path / name / "out" / "tiny" for name in ("old", "new"))
     direct, link, counts = tmp_path / "direct", tmp_path / "link", tmp_path / "counts"
     shutil.copytree(sources[0], direct)
-    replaced_bundles.link(sources[0], link, -1)
+    races.link(sources[0], link, -1)
     replacer = tmp_path / "replacer"
     replacer.mkdir()
     replacing = (sources, direct, link, counts)
@@ -70,12 +70,12 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
     loads = ((direct, direct, direct, link), LOADS // 2, right, tmp_path / "runtime", counts)
 
     def loaded(number):
-        printed = apart(f"loader-{number}", replaced_bundles.load_often, loads)
+        printed = apart(f"loader-{number}", races.load_often, loads)
         return json.loads(printed.splitlines()[-1])
 
     with (
         ThreadPoolExecutor(2) as pool,
-        processes.until_the_end(replaced_bundles.replace_often, replacing, replacer),
+        processes.until_the_end(races.replace_often, replacing, replacer),
     ):
         found = list(pool.map(loaded, range(2)))
         assert not (stderr := (replacer / "stderr").read_text()), stderr

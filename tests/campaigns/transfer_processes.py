@@ -22,7 +22,6 @@ PRELOADED = (
     *("prejit.runtime.ship.directory_repository", "tests.campaigns.transfer_processes"),
     *("oras.auth", "oras.container", "requests", "pytest"),
 )
-"""Modules that the fork server imports."""
 PIECE_BYTES = 64 << 10  # pieces are smaller than usual, so that the weights have some
 _CAPABILITIES_V3 = 0x20080522  # the version of capset's structures (linux/capability.h)
 PULL, HTTP, DIRECTORY, TAR = "pull", "pull by http", "pull into a directory", "pull into a tar"
