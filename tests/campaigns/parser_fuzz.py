@@ -76,27 +76,16 @@ def run_apart(name, seconds, keep):
         command = [sys.executable, "-m", "tests.campaigns.parser_fuzz", "--here", name]
         command += [f"-max_total_time={seconds}", f"-artifact_prefix={keep}/"]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
-            command,
-            cwd=directory,
-            env={**os.environ, "PYTHONPATH": path, "PREJIT_RUNTIME_CACHE": str(directory)},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        env = {**os.environ, "PYTHONPATH": path, "PREJIT_RUNTIME_CACHE": str(directory)}
+        options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+        done = subprocess.run(command, cwd=directory, env=env, **options)
     said = done.stdout + done.stderr
     lines = re.findall(r"^#(\d+)\t.*cov: (\d+) ft: (\d+) corp: (\d+)", said, re.MULTILINE)
     if not lines:
         raise SystemExit(f"{name}: libFuzzer did not start:\n{said[-3000:]}")
-    first, last = lines[0], lines[-1]
-    figures = {
-        "executions": int(last[0]),
-        "edges_of_seeds": int(first[1]),
-        "edges": int(last[1]),
-        "corpus": int(last[3]),
-        "findings": 0,
-    }
+    (_, seeds, *_), (executions, edges, _, corpus) = (map(int, lines[at]) for at in (0, -1))
+    figures = {"executions": executions, "edges_of_seeds": seeds, "edges": edges}
+    figures |= {"corpus": corpus, "findings": 0}
     if done.returncode:
         figures |= {"findings": 1, "said": said[-3000:]}
     return figures

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-from abc import ABC, abstractmethod
 from functools import partial
 
 import zstandard
@@ -48,7 +47,7 @@ _LIMIT_SECONDS = 3600
 _KILL_SECONDS = 0.2  # a writer is killed after at most this time
 
 
-class Cache(ABC):
+class Cache:
     """A shared directory, whose `read` raises AssertionError where it finds something wrong."""
 
     def __init__(self, directory):
@@ -59,17 +58,10 @@ class Cache(ABC):
     def prepare(self):
         self._directory.mkdir()
 
-    @abstractmethod
-    def write(self, number):
-        """Write in the round of this number."""
-
-    @abstractmethod
-    def read(self, number):
-        """Read in the round of this number."""
-
-    @abstractmethod
     def left(self):
         """Return what is left there that nobody wants, after one more use by a single process."""
+        self.write(1)
+        return _names(self._directory, "*.tmp", "*.lock")
 
 
 def content_of(name):
@@ -137,10 +129,6 @@ class CompiledHere(Cache):
         assert found == content_of(name)
 
     read = write
-
-    def left(self):
-        self.write(1)
-        return _names(self._directory, "*.tmp", "*.lock")
 
 
 class ReceiptsOfFiles(Cache):

@@ -103,16 +103,11 @@ def campaign(build_cache, tmp_path_factory):
         write_figures("hostile", facts("jax") | found)
 
 
-_CASES = {
-    **{case.config["model_type"]: case for case in reversed(cases.cases())},
-    **{
-        ("sentence-" if case.pooling else "") + case.config["model_type"]: case
-        for case in reversed(encoder_cases.cases())
-    },
-    "t5": t5_cases.cases()[0],
-}
-"""The first case of each family of decoders and encoders, and an encoder-decoder."""
-_DECODERS = frozenset(case.config["model_type"] for case in cases.cases())
+_CASES = {case.config["model_type"]: case for case in reversed(cases.cases())}
+_DECODERS = frozenset(_CASES)
+for _case in reversed(encoder_cases.cases()):
+    _CASES[("sentence-" if _case.pooling else "") + _case.config["model_type"]] = _case
+_CASES["t5"] = t5_cases.cases()[0]
 _OPTIONAL = (
     *("head_dim", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "hidden_act"),
     *("tie_word_embeddings", "max_position_embeddings", "num_key_value_heads", "torch_dtype"),

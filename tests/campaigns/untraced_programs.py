@@ -4,12 +4,9 @@ import ast
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from . import campaign
 from .campaign import ROOT, setting
@@ -40,26 +37,23 @@ if "PREJIT_HOOK" in os.environ:  # the program's process, not that of `prejit ru
 
 def ran(command, directory, environment=()):
     """Run a command to its end. Return its output, errors, and seconds of wall and CPU time."""
-    began = time.monotonic()
-    with open(directory / "out", "w+b") as out, open(directory / "err", "w+b") as err:
-        unwanted = ("JAX_", "XLA_FLAGS", "PREJIT_HOOK")
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
-        if not setting("UNTRACED_TIMES", 1):  # compiling is most of the work
-            kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-        kept |= {"PYTHONHASHSEED": "0", "PREJIT_RUNTIME_CACHE": str(directory / "unpacked")}
-        kept |= dict(environment)
-        child = subprocess.Popen(command, stdout=out, stderr=err, cwd=directory, env=kept)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        err.seek(0)
-        return {
-            "status": child.returncode,
-            "output": out.read().decode(),
-            "errors": err.read().decode(),
-            "seconds": round(time.monotonic() - began, 2),
-            "cpu": round(usage.ru_utime + usage.ru_stime, 2),
-        }
+    unwanted = ("JAX_", "XLA_FLAGS", "PREJIT_HOOK")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+    if not setting("UNTRACED_TIMES", 1):  # compiling is most of the work
+        kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    kept |= {"PYTHONHASHSEED": "0", "PREJIT_RUNTIME_CACHE": str(directory / "unpacked")}
+    began, before = time.monotonic(), os.times()
+    options = {"cwd": directory, "env": kept | dict(environment)}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    after = os.times()
+    cpu = after.children_user + after.children_system
+    return {
+        "status": done.returncode,
+        "output": done.stdout,
+        "errors": done.stderr,
+        "seconds": round(time.monotonic() - began, 2),
+        "cpu": round(cpu - before.children_user - before.children_system, 2),
+    }
 
 
 def imports_of(program):
@@ -76,7 +70,7 @@ def imports_of(program):
 
 def run_program(program, directory):
     """Run a program in all ways. Return and print its figures, with what is wrong about it."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir()
     command = (sys.executable, str(program))
     if "sys.argv" in program.read_text():
         command += (str(directory / "checkpoint"),)
@@ -88,14 +82,11 @@ def run_program(program, directory):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     bundle = str(directory / "bundle")
-    if not (directory / "recording.json").exists():
-        shutil.rmtree(bundle, ignore_errors=True)
     record = (*PREJIT, "record", "--untraced", "-o", bundle, "--", *command)
     report, events = directory / "report", directory / "events"
-    report.unlink(missing_ok=True)
     start = (*PREJIT, "run", bundle, "--report")
     site = directory / "site"
-    site.mkdir(exist_ok=True)
+    site.mkdir()
     (site / "sitecustomize.py").write_text(COUNTER.replace("FILE", repr(str(events))))
     ways = {
         "plain": (command, cache),
@@ -110,12 +101,7 @@ def run_program(program, directory):
         ways = dict(list(ways.items())[:4])
     found = {}
     for way, (line, environment) in ways.items():
-        kept = directory / f"{way.replace(' ', '-')}.json"
-        if kept.exists():  # of a campaign that was ended; without the directory none is left
-            found[way] = json.loads(kept.read_text())
-            continue
         found[way] = ran(line, directory, environment)
-        kept.write_text(json.dumps(found[way], indent=1))
         if found[way]["status"] != 0:
             break
     told = json.loads(report.read_text()) if report.exists() else {}
@@ -166,14 +152,9 @@ def table(figures):
 def main():
     known = {each.stem: each for each in PROGRAMS}
     chosen = [known[name] for name in sys.argv[1:] or known]
-    place, before = os.environ.get("PREJIT_UNTRACED_DIRECTORY"), campaign.machine_facts()
-    with (
-        campaign.scratch_directory() as scratch,
-        ThreadPoolExecutor(setting("UNTRACED_JOBS", 1)) as pool,
-    ):
-        root = Path(place) if place else scratch
-        runs = {each.stem: pool.submit(run_program, each, root / each.stem) for each in chosen}
-        figures = {name: run.result() for name, run in runs.items()}
+    before = campaign.machine_facts()
+    with campaign.scratch_directory() as root:
+        figures = {each.stem: run_program(each, root / each.stem) for each in chosen}
     print(table(figures))
     file = campaign.figures_file("untraced_programs")
     kept = json.loads(file.read_text())["programs"] if file.exists() else {}
