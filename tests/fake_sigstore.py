@@ -59,13 +59,10 @@ class FakeSigstore:
         self._late_seconds = 0.0
         self._ca, self._ct, self._rekor = _key(), _key(), _key()
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fake sigstore")])
-        public = self._ca.public_key()
-        start, end = (datetime(year, 1, 1, tzinfo=UTC) for year in (2020, 2090))
-        authority = x509.BasicConstraints(ca=True, path_length=0)
-        self._root = _builder(
-            *(name, name, public, 1, start, end),
-            critical=[authority, _usage(key_cert_sign=True)],
-        ).sign(self._ca, _HASH)
+        years = (datetime(year, 1, 1, tzinfo=UTC) for year in (2020, 2090))
+        critical = [x509.BasicConstraints(ca=True, path_length=0), _usage(key_cert_sign=True)]
+        builder = _builder(name, name, self._ca.public_key(), 1, *years, critical=critical)
+        self._root = builder.sign(self._ca, _HASH)
 
     def trusted_root(self):
         authority = {
@@ -131,18 +128,11 @@ class FakeSigstore:
         root = hashlib.sha256(b"\x01" + before + leaf).digest()
         note = f"rekor.invalid - 1\n2\n{b64(root)}\n"
         signature = _log_id(self._rekor)[:4] + self._rekor.sign(note.encode(), _SHA256)
-        found = {
-            "body": b64(body.encode()),
-            "integratedTime": int(self.now),
-            "logID": _log_id(self._rekor).hex(),
-            "logIndex": 1,
-        }
+        found = {"body": b64(body.encode()), "integratedTime": int(self.now)}
+        found |= {"logID": _log_id(self._rekor).hex(), "logIndex": 1}
         promised = json.dumps(found, sort_keys=True, separators=(",", ":")).encode()
         proof = {
-            "logIndex": 1,
-            "treeSize": 2,
-            "rootHash": root.hex(),
-            "hashes": [before.hex()],
+            **{"logIndex": 1, "treeSize": 2, "rootHash": root.hex(), "hashes": [before.hex()]},
             "checkpoint": f"{note}\n\u2014 rekor.invalid {b64(signature)}\n",
         }
         promise = b64(self._rekor.sign(promised, _SHA256))
@@ -161,11 +151,8 @@ class FakeSigstore:
         key = _key()
         certificate = self.certificate(key.public_key(), identity, issuer, stamped=stamped)
         signature = key.sign(pae(payload, payload_type), _SHA256)
-        envelope = {
-            "payload": b64(payload),
-            "payloadType": payload_type,
-            "signatures": [{"sig": b64(signature)}],
-        }
+        envelope = {"payload": b64(payload), "payloadType": payload_type}
+        envelope["signatures"] = [{"sig": b64(signature)}]
         self._late_seconds = late_seconds
         entry = self.log(envelope, pem(certificate))
         self._late_seconds = 0.0
@@ -178,9 +165,8 @@ class FakeSigstore:
             "integratedTime": str(entry["integratedTime"]),
             "inclusionPromise": promise,
             "inclusionProof": {
-                "logIndex": str(proof["logIndex"]),
+                **{name: str(proof[name]) for name in ("logIndex", "treeSize")},
                 "rootHash": b64(bytes.fromhex(proof["rootHash"])),
-                "treeSize": str(proof["treeSize"]),
                 "hashes": [b64(bytes.fromhex(each)) for each in proof["hashes"]],
                 "checkpoint": {"envelope": proof["checkpoint"]},
             },
@@ -207,12 +193,8 @@ def client_config(url, trusted_root):
         "trustedRoot": trusted_root,
         "signingConfig": {
             "mediaType": "application/vnd.dev.sigstore.signingconfig.v0.2+json",
-            "caUrls": [service],
-            "oidcUrls": [],
-            "rekorTlogUrls": [service],
-            "rekorTlogConfig": {"selector": "ANY"},
-            "tsaUrls": [],
-            "tsaConfig": {"selector": "ANY"},
+            **{"caUrls": [service], "oidcUrls": [], "rekorTlogUrls": [service], "tsaUrls": []},
+            **{"rekorTlogConfig": {"selector": "ANY"}, "tsaConfig": {"selector": "ANY"}},
         },
     }
 

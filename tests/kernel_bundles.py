@@ -62,17 +62,12 @@ def kernel_recipe(toy_library, tmp_path_factory):
         "cpu", os.uname().machine, tuple(sorted(features)), version("jaxlib"), glibc=library.glibc
     )
     config = Config(
-        format=names.FORMAT_VERSION,
-        bundle="kernels",
-        target="cpu-host",
+        **{"format": names.FORMAT_VERSION, "bundle": "kernels", "target": "cpu-host"},
         requirement=needs,
         versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
         programs=(
             ProgramEntry(
-                name="scale",
-                kind="call",
-                bucket={},
-                key=digest_of(b"scale"),
+                **{"name": "scale", "kind": "call", "bucket": {}, "key": digest_of(b"scale")},
                 arguments=(str(Array(("x",), "float32", (5,))),),
                 results=(str(Array((), "float32", (5,))),),
                 executable=segments["scale"],

@@ -170,7 +170,7 @@ class _Compiled:
     portable: bytes
     arguments: Sequence[Any]
     results: Sequence[Any]
-    executables: Mapping[str, tuple[bytes, frozenset[str]]]
+    executables: Mapping[str, tuple[bytes, frozenset[str]]]  # with the features that they need
     memory: Any
 
 
@@ -231,22 +231,18 @@ def _pack(at, score_scale, name, programs):
         needed = frozenset[str]().union(*(x.executables[target][1] for x in programs.values()))
         needs = Requirement("cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib"))
         config = Config(
-            format=names.FORMAT_VERSION,
-            bundle=name,
-            target=target,
+            **{"format": names.FORMAT_VERSION, "bundle": name, "target": target},
             requirement=needs,
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
                 ProgramEntry(
-                    name=program,
-                    kind="call",
+                    **{"name": program, "kind": "call", "memory": made.memory},
                     bucket={"b": int(program[7:])} if program.startswith("score/b") else {},
                     key=digest_of(f"{target} {program}".encode()),
                     arguments=tuple(map(str, made.arguments)),
                     results=tuple(map(str, made.results)),
                     executable=segments[program],
                     portable=portables[program],
-                    memory=made.memory,
                     weights="score" if program.startswith("score/") else None,
                     arguments_tree=tree_of(made.arguments),
                     results_tree=tree_of(made.results),

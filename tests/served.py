@@ -106,10 +106,7 @@ class StandInStream:
 def served(name="demo", engine=None, **changed):
     verdict = Verdict("h100", (Axis("cuda", "at least", "13.0", "13.1", True),))
     bundle = SimpleNamespace(
-        name="gpt2",
-        digest=DIGEST,
-        target="h100",
-        matched=True,
+        **{"name": "gpt2", "digest": DIGEST, "target": "h100", "matched": True},
         config=SimpleNamespace(decoder=None),
         verdicts=(verdict,),
         start_report=lambda: StartReport(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 99.0, 101.1, 1, 2, 3),

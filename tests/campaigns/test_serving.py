@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -46,90 +47,61 @@ def figures():
     return facts("jax", "uvicorn", "kernel") | machine_facts()
 
 
-class Leaving:
-    """Uses an engine in every way in which a caller may wait for a text, or leave it."""
-
-    def __init__(self, bundle, engine):
-        self._engine = engine
-        self.outcomes = Counter()
-        self.failures = []
-        self._texts = []
-        for n in range(24):
-            prompt = [(place * 7 + n) % 250 for place in range(1 + n * 11 % 80)]
-            options = {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
-            options["stop_token_ids"] = ()
-            self._texts.append((prompt, options, bundle.generate(prompt, **options).token_ids))
-
-    def work(self, seed, until):
-        generator = random.Random(seed)
-        while time.monotonic() < until:
-            try:
-                self.outcomes[self._use(generator)] += 1
-            except QueueFullError as error:
-                self.outcomes["queue full"] += 1
-                time.sleep(min(error.retry_after, 0.05))
-            except DeadlineError:
-                self.outcomes["deadline"] += 1
-            except BaseException as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-
-    def _use(self, generator):
-        engine = self._engine
-        prompt, options, expected = generator.choice(self._texts)
-        more = {"priority": generator.randint(-1, 1), "client": generator.choice("abc")}
-        options = {**options, **more}
-        way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
-        match way:
-            case "wait":
-                tokens = engine.generate(prompt, **options).token_ids
-            case "late":
-                timeout = generator.uniform(0.0001, 0.1)
-                tokens = engine.generate(prompt, timeout=timeout, **options).token_ids
-            case "read":
-                pieces = engine.stream(prompt, **options)
-                tokens = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
-            case "cancel":
-                future = engine.submit(prompt, **options)
-                time.sleep(generator.uniform(0, 0.05))
-                if future.cancel():
-                    return "cancelled"
-                tokens = future.result().token_ids
-            case "task":
-                asyncio.run(_leave(engine.stream(prompt, **options), generator.uniform(0, 0.05)))
-                return way
-            case _:
-                stream = engine.stream(prompt, **options)
-                for _ in range(generator.randint(0, 5)):
-                    if next(stream, None) is None:
-                        break
-                if way == "close":
-                    stream.close()
-                return way  # or nobody refers to it any more
-        if tokens != expected:
-            self.failures.append(f"{way} {options}: {expected}, found {tokens}")
-        return way
-
-
-async def _leave(stream, seconds):
-    async def read():
-        async for _ in stream:
-            pass
-
-    task = asyncio.create_task(read())
-    await asyncio.sleep(seconds)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, CancelledError):
-        await task
-
-
 def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
     engine = Engine(bundle, slots=3, queue=12, prefix_memory=MIB)
-    leaving = Leaving(bundle, engine)
+    outcomes, failures, texts = Counter(), [], []
+    for n in range(24):
+        prompt = [(place * 7 + n) % 250 for place in range(1 + n * 11 % 80)]
+        options = {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
+        options["stop_token_ids"] = ()
+        texts.append((prompt, options, bundle.generate(prompt, **options).token_ids))
+
+    def use(pick):
+        prompt, options, expected = pick.choice(texts)
+        options = {**options, "priority": pick.randint(-1, 1), "client": pick.choice("abc")}
+        way = pick.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
+        if way == "wait":
+            found = engine.generate(prompt, **options).token_ids
+        elif way == "late":
+            timeout = pick.uniform(0.0001, 0.1)
+            found = engine.generate(prompt, timeout=timeout, **options).token_ids
+        elif way == "cancel":
+            future = engine.submit(prompt, **options)
+            time.sleep(pick.uniform(0, 0.05))
+            if future.cancel():
+                return "cancelled"
+            found = future.result().token_ids
+        elif way == "task":
+            asyncio.run(leave(engine.stream(prompt, **options), pick.uniform(0, 0.05)))
+            return way
+        else:
+            stream = engine.stream(prompt, **options)
+            pieces = [*itertools.islice(stream, None if way == "read" else pick.randint(0, 5))]
+            if way == "close":
+                stream.close()
+            if way != "read":
+                return way  # nobody refers to the stream any more
+            found = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+        assert found == expected, (way, options)
+        return way
+
+    def work(seed):
+        pick = random.Random(seed)
+        while time.monotonic() < until:
+            try:
+                outcomes[use(pick)] += 1
+            except QueueFullError as error:
+                outcomes["queue full"] += 1
+                time.sleep(min(error.retry_after, 0.05))
+            except DeadlineError:
+                outcomes["deadline"] += 1
+            except BaseException as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
     until = time.monotonic() + max(2.0, SECONDS / 16)
-    in_threads(20, lambda seed: leaving.work(seed, until))
-    outcomes = leaving.outcomes
-    check(leaving.failures)
+    in_threads(20, work)
+    check(failures)
     assert engine.drain(IDLE_SECONDS), engine.metrics()
     found = engine.metrics()
     assert (found.running, found.waiting, found.kv_cache_usage) == (0, 0, 0.0), found
@@ -142,6 +114,18 @@ def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     engine.close()
     assert not [each for each in threading.enumerate() if each.name == "prejit engine"]
     figures["engine"] = dict(sorted(outcomes.items()))
+
+
+async def leave(stream, seconds):
+    async def read():
+        async for _ in stream:
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(seconds)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, CancelledError):
+        await task
 
 
 def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
