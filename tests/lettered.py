@@ -68,7 +68,8 @@ def write_lettered(directory, *, template=True, **sizes):
 def lettered_dir(build_cache, warm, once):
     """A bundle of that model: contexts up to 512, batches of 1 and 3."""
     buckets = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
-    made = once(
-        "lettered", lambda at: build(warm, write_lettered(at / "model"), at, build_cache, **buckets)
-    )
-    return made / "decoder"
+
+    def make(at):
+        build(warm, write_lettered(at / "model"), at, build_cache, **buckets)
+
+    return once("lettered", make) / "decoder"

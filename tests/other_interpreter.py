@@ -45,9 +45,8 @@ def pytest_configure():
 
 def pytest_ignore_collect(collection_path):
     """Leave out files that are not chosen, before they are imported."""
-    chosen = any(
-        collection_path.is_relative_to(p) or p.is_relative_to(collection_path) for p in _PATHS
-    )
+    at = collection_path
+    chosen = any(at.is_relative_to(p) or p.is_relative_to(at) for p in _PATHS)
     return None if chosen else True
 
 

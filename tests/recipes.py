@@ -207,9 +207,8 @@ def _pack(at, score_scale, name, programs):
     }
     cache = DirectoryStore.open(at / "cache")
     lowered = {p: x.portable for p, x in programs.items()}
-    portable, portables = packed_in_memory(
-        cache, names.PORTABLE_MEDIA_TYPE, "programs.stablehlo", lowered
-    )
+    kind = names.PORTABLE_MEDIA_TYPE
+    portable, portables = packed_in_memory(cache, kind, "programs.stablehlo", lowered)
     tensors = [
         bundle_files.PackedTensor(tensor, str(value.dtype), value.shape, lambda value=value: value)
         for tensor, value in weights.items()
@@ -225,9 +224,8 @@ def _pack(at, score_scale, name, programs):
     packed = []
     for target in ("cpu-host", "cpu-x86-64-v3"):
         compiled = {p: x.executables[target][0] for p, x in programs.items()}
-        executables, segments = packed_in_memory(
-            cache, names.EXECUTABLES_MEDIA_TYPE, "programs.xla", compiled
-        )
+        kind = names.EXECUTABLES_MEDIA_TYPE
+        executables, segments = packed_in_memory(cache, kind, "programs.xla", compiled)
         needed = frozenset[str]().union(*(x.executables[target][1] for x in programs.values()))
         needs = Requirement("cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib"))
         config = Config(

@@ -73,10 +73,8 @@ def guarded_registry(directory):
             access = []
             for scope in scopes:
                 kind, name, actions = scope.split(":")
-                allowed = [
-                    each for each in actions.split(",") if each == "pull" or user != "reader"
-                ]
-                access.append({"type": kind, "name": name, "actions": allowed})
+                may = [each for each in actions.split(",") if each == "pull" or user != "reader"]
+                access.append({"type": kind, "name": name, "actions": may})
             now = time.time()
             claims = {
                 **{"iss": "tests", "sub": user, "aud": query["service"][0]},

@@ -70,9 +70,8 @@ def make_version(golden, path, seed):
     tar = path.with_suffix(".tar")
     ship(parse_reference(str(path)), parse_reference(str(tar)))
     files = (path / "blobs" / "sha256").iterdir()
-    return Version(
-        path, tar, root.digest, {f"sha256:{each.name}": each.read_bytes() for each in files}
-    )
+    blobs = {f"sha256:{each.name}": each.read_bytes() for each in files}
+    return Version(path, tar, root.digest, blobs)
 
 
 # ---------------------------------------------------------------------- faults

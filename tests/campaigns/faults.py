@@ -191,9 +191,8 @@ def every_fault(calls):
     faults = [Fault(at) for at in range(1, len(calls) + 1)]
     for at, name in enumerate(calls, 1):
         errors = ERRORS if name in MAY_FAIL_ANYHOW else FEW_ERRORS
-        faults += [
-            Fault(at, error) for error in errors if error != "EINTR" or name in INTERRUPTIBLE
-        ]
+        errors = [each for each in errors if each != "EINTR" or name in INTERRUPTIBLE]
+        faults += [Fault(at, each) for each in errors]
         if at % LASTING_EVERY == 0:
             faults += [Fault(at, error, lasts=True) for error in LASTING]
     return faults

@@ -111,9 +111,7 @@ def _edit(holder, key, generator):
 
 def mutated(plain, more=()):
     """Return a strategy that draws what `edited` returns."""
-    from hypothesis import (
-        strategies as st,
-    )  # here, because each process of a campaign imports this file
+    import hypothesis.strategies as st  # here: each process of a campaign imports this file
 
     return st.integers(0, 2**32 - 1).map(lambda seed: edited(plain, Random(seed), more))
 

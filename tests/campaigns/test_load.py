@@ -30,14 +30,10 @@ CLOSED = 4  # requests at once of the closed loop
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
-def options(rates=(), **changed):
-    values = {
-        **{"rates": rates, "seconds": SECONDS, "limits": LoadLimits(), "seed": 0, "log": None},
-        **{"api": "completions", "model": None, "burstiness": 1.0, "prompt": Lengths(16, 16)},
-        **{"new": Lengths(4, 4), "prefix_tokens": 0, "prefix_share": 1.0, "is_streamed": True},
-        "rows": 1,
-    }
-    return LoadOptions(**{**values, **changed})
+def options(rates=(), *, seconds=SECONDS, seed=0, new_tokens=4):
+    new = Lengths(new_tokens, new_tokens)
+    drawn = DrawnLoad("completions", "", 1.0, Lengths(16, 16), new)  # of the only model
+    return LoadOptions(rates, seconds, LoadLimits(), seed, None, drawn)
 
 
 def write(part, figures):
@@ -98,7 +94,7 @@ def test_the_knee_of_a_real_server():
     grid = np.arange(0.88, 1.1201, 0.02)
     server = Process(bundle).wait_until_ready()
     try:
-        more = searched(server.url, grid, refuses=True, new=Lengths(16, 16))
+        more = searched(server.url, grid, refuses=True, new_tokens=16)
         figures = {"bundle": bundle.name, **more}
     finally:
         server.kill()

@@ -90,9 +90,7 @@ def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build, tmp_path):
         verdict = judged(build, release, at)
         failed = [each.name for each in verdict.failed]
         row = {"release": release.name, "failed": failed, "seconds": round(verdict.seconds, 1)}
-        row |= {
-            each.name: each.why for each in verdict.checks if each.name in ("CPU time", "start")
-        }
+        row |= {at.name: at.why for at in verdict.checks if at.name in ("CPU time", "start")}
         print(json.dumps(row), flush=True)
         rows.append(row)
         is_right = bool({*failed} & {*release.checks}) if release.checks else not failed

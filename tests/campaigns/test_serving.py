@@ -154,9 +154,7 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     figures["server"] = {
         "seconds": SECONDS,
         "clients": CLIENTS,
-        "answers by status": {
-            f"{status}": count for status, count in sorted(tally.statuses.items())
-        },
+        "answers by status": {f"{at}": count for at, count in sorted(tally.statuses.items())},
         "left by their client": dict(sorted(tally.abandoned.items())),
         "texts": tally.texts,
         "new tokens": round(metric(text, "vllm:generation_tokens_total")),
@@ -216,14 +214,10 @@ def _of_the_process(looks, rested):
         "files": [each.files for each in later],
         "threads": [each.threads for each in later],
     }
-    slopes = {name: float(np.polyfit(minutes, values, 1)[0]) for name, values in seen.items()}
-    resident = [
-        round(each.resident_bytes / MIB) for each in (looks[0], later[0], later[-1], rested)
-    ]
+    slopes = {name: round(float(np.polyfit(minutes, s, 1)[0]), 3) for name, s in seen.items()}
+    resident = [round(at.resident_bytes / MIB) for at in (looks[0], later[0], later[-1], rested)]
     return {
-        "slopes per minute after a quarter of the time": {
-            k: round(s, 3) for k, s in slopes.items()
-        },
+        "slopes per minute after a quarter of the time": slopes,
         "resident MB at the beginning, after a quarter, at the end, at rest": resident,
         "most resident MB": round(max(each.resident_bytes for each in looks) / MIB),
         "most files, at rest": [max(each.files for each in looks), rested.files],
