@@ -84,9 +84,6 @@ def trusted_roots():
     return [json.dumps(_sigstore().trusted_root()).encode()]
 
 
-_EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
-
-
 def channels():
     from prejit.compiler.signing.channels import encode_channel, keys_statement, release_statement
     from prejit.runtime.trust.signed_statements import Envelope, SignedSubject
