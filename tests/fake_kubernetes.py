@@ -2,8 +2,7 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from tests.http_serving import QuietHandler, serving
@@ -22,12 +21,6 @@ users: [{name: fake, user: {}}]
 contexts: [{name: fake, context: {cluster: fake, user: fake}}]
 current-context: fake
 """
-
-
-@dataclass
-class FakeKubernetes:
-    kubeconfig: str = ""
-    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def _discovery():
@@ -56,7 +49,7 @@ def _discovery():
 
 @contextmanager
 def fake_kubernetes():
-    api = FakeKubernetes()
+    api = SimpleNamespace(kubeconfig="", objects={})  # what clients created, by its path
     known = _discovery()
 
     class Handler(QuietHandler):

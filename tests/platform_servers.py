@@ -133,10 +133,6 @@ def _bento_command(bundles, directory, port, grpc_port):
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def _bento_environ(directory):
-    return {"BENTOML_HOME": str(directory / "home"), "BENTOML_DO_NOT_TRACK": "1"}
-
-
 def _mlserver_command(bundles, directory, port, grpc_port):
     for name, bundle in bundles.items():
         (directory / "models" / name).mkdir(parents=True)
@@ -154,6 +150,10 @@ def _mlserver_command(bundles, directory, port, grpc_port):
 
 PLATFORM_SERVERS = {
     "Triton": PlatformServer("pytriton", _triton_command, _triton_environ),
-    "BentoML": PlatformServer("bentoml", _bento_command, _bento_environ),
+    "BentoML": PlatformServer(
+        "bentoml",
+        _bento_command,
+        lambda at: {"BENTOML_HOME": str(at / "home"), "BENTOML_DO_NOT_TRACK": "1"},
+    ),
     "MLServer": PlatformServer("mlserver", _mlserver_command, protocol="grpc"),
 }

@@ -35,8 +35,6 @@ WAYS = {
     **{ways.PUSH: 20, ways.PUSH_TAR: 8, ways.COPY: 7},
 }
 
-# ---------------------------------------------------------------------- the bundle
-
 
 @dataclass(frozen=True)
 class Version:
@@ -73,8 +71,6 @@ def make_version(golden, path, seed):
     blobs = {f"sha256:{each.name}": each.read_bytes() for each in files}
     return Version(path, tar, root.digest, blobs)
 
-
-# ---------------------------------------------------------------------- faults
 
 KILLED, STOPPED, FULL, LIMITED = "kill -9", "ctrl-C", "a full disk", "a limit of file sizes"
 MOVED_TAG, UNLISTED = "a tag that moves", "an index that lists what is not there"
@@ -158,8 +154,6 @@ class Case:
         is_full = self.fault == FULL and self.way in ways.INTO_STORE
         self._has_small_disk = is_full and self.place.can_mount
 
-    # -------------------------------------------------------------- what is there before
-
     def prepare(self):
         """Make the directory, and put both versions where they are pulled from."""
         (self.at / "disk").mkdir(parents=True)
@@ -209,8 +203,6 @@ class Case:
         if self.way in ways.INTO_STORE:
             return self.at / "disk" / "store"
         return self.at / ("out.tar" if self.way == ways.TAR else "out")
-
-    # -------------------------------------------------------------- attempts
 
     def attempt(self, count, *, source="", file_bytes=0, after=None):
         """Transfer in some processes, signalled `after` some seconds. Return how each ended: empty or why."""
@@ -334,8 +326,6 @@ class Case:
         handler.wfile.flush()
         time.sleep(self.rng.choice((0.0, 0.005)))
         self.signal()
-
-    # -------------------------------------------------------------- disks and missing blobs
 
     @contextmanager
     def disk(self):

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -181,17 +182,9 @@ def positions(bundle):
     return 9 * len(range(0, file.stat().st_size, step))
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The offsets of the bytes that differ, and why a load may give tokens; None: it must not."""
-
-    differ: frozenset[int]
-    allowed: str | None
-
-
 @contextlib.contextmanager
 def applied(damage, *, hide=False):
-    """Damage files, and restore them; `hide` sets the times of one that is changed in place back."""
+    """Damage files, and restore them; yields the bytes that differ, and why a load may give tokens."""
     with contextlib.ExitStack() as ends:
         differ = set()
         for file, new in damage.changes.items():
@@ -215,9 +208,9 @@ def applied(damage, *, hide=False):
                 differ |= {size} if len(before) != len(new) else set()
                 ends.callback(_overwrite, file, before)
                 _overwrite(file, new)
-                if hide:
+                if hide:  # as if nothing had been written
                     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-        yield Applied(frozenset(differ), _may_pass(damage) if differ else "same bytes")
+        yield SimpleNamespace(differ=differ, allowed=_may_pass(damage) if differ else "same bytes")
 
 
 def _overwrite(file, content):

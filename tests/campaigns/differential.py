@@ -43,9 +43,6 @@ BIND = "bind, two calls"
 BIND_ALL = "bind of all arguments, four calls"
 
 
-# ---------------------------------------------------------------------- comparison
-
-
 class DifferenceError(Exception):
     """A way gave something other than jax.jit."""
 
@@ -91,9 +88,6 @@ def plain(tree):
         return tuple(map(plain, node)) if is_other(node) else node
 
     return jax.tree.map(change, tree, is_leaf=is_other)
-
-
-# ---------------------------------------------------------------------- a batch
 
 
 BAD = (

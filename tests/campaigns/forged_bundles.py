@@ -159,11 +159,6 @@ def put(draft, config, layer, content):
         chunks.pop("verity", None)
 
 
-def frames_of(config):
-    frames = [p[key] for p in config["programs"] for key in ("executable", "portable")]
-    return [*frames, *(each["entry"] for each in config.get("recorded", []))]
-
-
 def attacked(name, generator):
     """Return a kind of attack, and the files of a bundle after it. All digests are right."""
     draft = draft_of(name)
@@ -246,7 +241,8 @@ def _bomb(draft, generator):
 def _frame_of(draft, generator):
     """Return a config, one of its packs, the pack's bytes, and the segments of one of its frames."""
     manifest, config = generator.choice(draft.targets)
-    segments = frames_of(config)
+    segments = [p[key] for p in config["programs"] for key in ("executable", "portable")]
+    segments += [each["entry"] for each in config.get("recorded", [])]
     chosen = generator.choice(segments)
     layer = pack_of(manifest, config, chosen)
     same = [each for each in segments if each["digest"] == chosen["digest"] and each is not chosen]

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from prejit.runtime.errors import PrejitError, RejectError
@@ -28,21 +29,13 @@ SECONDS_PER_BYTE = 5e-8
 """The CPU time that it may take for each byte that it has beyond the sound bundle: JSON takes as long."""
 
 
-class NoDevice:
-    """Stands in place of a device: a campaign runs nothing."""
-
-    in_cluster = False
-
-    def __init__(self, *_):
-        pass
-
-
 def read_as_loads_do(path):
     """Load a bundle, and read all that programs, text and generation may read later. Runs nothing."""
     from prejit.runtime import load
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
 
-    with warnings.catch_warnings(), mock.patch("prejit.runtime.loaded_bundle.Device", NoDevice):
+    no_device = mock.Mock(return_value=SimpleNamespace(in_cluster=False))
+    with warnings.catch_warnings(), mock.patch("prejit.runtime.loaded_bundle.Device", no_device):
         warnings.simplefilter("ignore")
         loaded = load(path)
     parts = loaded._open

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
+from functools import reduce
 from itertools import product, repeat
 from socket import SO_LINGER, SOL_SOCKET
 
@@ -58,13 +59,6 @@ async def status_of(reader):
 def wide_schema(number, width):
     names = (f"field_{number}_{place}" for place in range(width))
     return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
-
-
-def nested_schema(depth):
-    schema = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
 
 
 class Hostile:
@@ -232,7 +226,9 @@ class Hostile:
             {"type": "array", "items": {"type": "string", "maxLength": 10**6}, "maxItems": 10**6},
             {"type": "object", "additionalProperties": False, "properties": many},
             {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
-            nested_schema(3000),
+            reduce(
+                lambda inner, _: {"type": "array", "items": inner}, range(3000), {"type": "null"}
+            ),
         )
         return await self.send(self.chat(self.random.choice(schemas)), leave_after=5)
 

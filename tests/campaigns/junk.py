@@ -23,9 +23,6 @@ NASTY = (
 """Values that replace any other. `nested N` is written as N lists in each other."""
 
 
-# Bytes
-
-
 def flipped(content, generator):
     """Return bytes with one to three bits flipped, half of the time in the first 200."""
     changed = bytearray(content)
@@ -51,9 +48,6 @@ def zeroed(content, generator):
 
 def damaged(content, generator):
     return generator.choice([flipped, cut, zeroed])(content, generator)
-
-
-# Values
 
 
 def nasty(generator):
@@ -114,9 +108,6 @@ def mutated(plain, more=()):
     import hypothesis.strategies as st  # here: each process of a campaign imports this file
 
     return st.integers(0, 2**32 - 1).map(lambda seed: edited(plain, Random(seed), more))
-
-
-# JSON and TOML
 
 
 def huge_numbers(generator):

@@ -46,9 +46,6 @@ PRELOADED = (
 """The modules that a load imports, without a client of XLA, and those that this module imports."""
 
 
-# Attacks on code
-
-
 def _repacked(draft, place, key, change):
     """Write a pack of a target again with changed programs, and set all digests right."""
     manifest, config = draft.targets[place]
@@ -96,9 +93,10 @@ def _kernel_bytes(draft, generator):
     content = damaged(before, generator)
     forged_bundles.put(draft, config, layers[0], content)
     new = forged_bundles.digest_of(content)
+    kernels = [*kernels_of(before)]
 
     def rebind(_, raw):
-        for name in kernels_of(before):
+        for name in kernels:
             one, other = (kernel_target(name, digest).encode() for digest in (old, new))
             raw = raw.replace(one, other)
         return raw
@@ -144,9 +142,6 @@ def code_of(files):
                     found.add(f"{program['name']} {key} {program[key]['raw_digest']}")
             found.add(f"kernels {(config.get('kernels') or {}).get('digest')}")
     return frozenset(found) or None
-
-
-# In the child process
 
 
 @dataclass(frozen=True)
@@ -240,9 +235,6 @@ def use_apart(path, sound, *, falls_back, directory):
     elif "outcome" not in found:
         found["ended"] = f"status {ended.status}"
     return found
-
-
-# What becomes of them
 
 
 @dataclass

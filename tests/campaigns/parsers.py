@@ -7,7 +7,6 @@ import os
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -321,92 +320,75 @@ def _signature():
     return lambda content: _parse_signature(content.decode("latin-1"))
 
 
+def _golden(media_type):
+    return lambda: golden_layers(media_type)
+
+
+def _of(choose):
+    return lambda: of_drafts(choose)
+
+
 _FORMAT = ("prejit.runtime.format", "prejit.runtime.base", "prejit.runtime.machine")
 _TRUST = ("prejit.runtime.trust", "prejit.runtime.base")
 _SIGSTORE = (*_TRUST, "sigstore")
 _TEXT = ("prejit.runtime.text", "prejit.runtime.base")
-_STATEMENT = "runtime.trust.signed_statements:read_statement"
-_STATES = "runtime.trust.channel_following:_read"
-_MANIFEST = "runtime.format.checks.oci:check_manifest"
-_WEIGHTS = "runtime.format.checks.layers:check_weights"
-_OPTIONS = "runtime.generation.options"
+_FIRST_LOAD = {"key": "sha256:" + "1" * 64, "outcome": "loaded"}
+_XLA = (
+    b"HloModule f, input_output_alias={ {0}: (2, {}, may-alias) }, "
+    b"entry_computation_layout={(f32[2,3]{1,0}, s32[], f32[2]{0})->(f32[2]{0}, pred[])}"
+)
+_manifest = _by("runtime.format.checks.oci:check_manifest", "manifest")
+_weights = _by("runtime.format.checks.layers:check_weights", "weights")
+_key = _by("runtime.trust.public_keys:read_key", "key")
+_cosign = "https://sigstore.dev/cosign/sign/v1"
+_statement = _by("runtime.trust.signed_statements:read_statement", _cosign)
+_state = _by("runtime.trust.channel_following:_read", Path("state"))
+_generation = _by("runtime.generation.options:check_generation", "generation config")
+_print = _file_by("fingerprint.json", "runtime.machine.fingerprint:Fingerprint.read")
+_server_keys = _file_by("keys", "server.gate.api_keys:Keys")
+_toml = _file_by("manifest.toml", "compiler.manifest.reading:read_manifest")
 
 PARSERS = {
     "root": Parser(_FORMAT, _root, lambda: [sound(n)["index.json"] for n in BUNDLES]),
-    "index": Parser(
-        (*_FORMAT, "prejit.runtime.verdict"), _index, lambda: of_drafts(lambda draft: [draft.index])
-    ),
-    "manifest": Parser(
-        _FORMAT,
-        _by(_MANIFEST, "manifest"),
-        lambda: of_drafts(lambda draft: [manifest for manifest, _ in draft.targets]),
-    ),
-    "config": Parser(
-        _FORMAT, _config, lambda: of_drafts(lambda draft: [config for _, config in draft.targets])
-    ),
-    "weights": Parser(
-        _FORMAT, _by(_WEIGHTS, "weights"), partial(golden_layers, "weights"), "bytes"
-    ),
-    "library": Parser(_FORMAT, _library, partial(golden_layers, "kernels"), "bytes"),
+    "index": Parser((*_FORMAT, "prejit.runtime.verdict"), _index, _of(lambda d: [d.index])),
+    "manifest": Parser(_FORMAT, _manifest, _of(lambda d: [manifest for manifest, _ in d.targets])),
+    "config": Parser(_FORMAT, _config, _of(lambda d: [config for _, config in d.targets])),
+    "weights": Parser(_FORMAT, _weights, _golden("weights"), "bytes"),
+    "library": Parser(_FORMAT, _library, _golden("kernels"), "bytes"),
     "policy": Parser((*_TRUST, "tomllib"), _policy, parser_seeds.policies, "toml"),
-    "key": Parser(
-        _TRUST,
-        _by("runtime.trust.public_keys:read_key", "key"),
-        lambda: [fixed_key().public.pem.encode()],
-        "bytes",
-    ),
+    "key": Parser(_TRUST, _key, lambda: [fixed_key().public.pem.encode()], "bytes"),
     "sigstore bundle": Parser(_TRUST, _sigstore_bundle, parser_seeds.sigstore_bundles),
     "keyless signature": Parser(_SIGSTORE, _keyless, parser_seeds.keyless_bundles),
     "trusted root": Parser(_SIGSTORE, _trusted_root, parser_seeds.trusted_roots),
-    "statement": Parser(
-        _TRUST, _by(_STATEMENT, "https://sigstore.dev/cosign/sign/v1"), parser_seeds.statements
-    ),
+    "statement": Parser(_TRUST, _statement, parser_seeds.statements),
     "channel": Parser(_TRUST, _channel, parser_seeds.channels),
-    "channel state": Parser(_TRUST, _by(_STATES, Path("state")), parser_seeds.channel_states),
+    "channel state": Parser(_TRUST, _state, parser_seeds.channel_states),
     "chat": Parser(_TEXT, _chat, parser_seeds.chats),
-    "tokenizer": Parser(_TEXT[:1], _tokenizer, partial(golden_layers, "tokenizer")),
+    "tokenizer": Parser(_TEXT[:1], _tokenizer, _golden("tokenizer")),
     "generation": Parser(
-        (f"prejit.{_OPTIONS}",),
-        _by(f"{_OPTIONS}:check_generation", "generation config"),
-        partial(golden_layers, "generation"),
+        ("prejit.runtime.generation.options",), _generation, _golden("generation")
     ),
-    "fingerprint": Parser(
-        _FORMAT,
-        _file_by("fingerprint.json", "runtime.machine.fingerprint:Fingerprint.read"),
-        parser_seeds.this_machine,
-    ),
+    "fingerprint": Parser(_FORMAT, _print, parser_seeds.this_machine),
     "first load": Parser(
         ("prejit.runtime.trust.first_load",),
         _first_load,
-        lambda: [json.dumps({"key": "sha256:" + "1" * 64, "outcome": "loaded"}).encode()],
+        lambda: [json.dumps(_FIRST_LOAD).encode()],
     ),
     "request": Parser(("prejit.server",), _request, parser_seeds.request_bodies),
     "inference request": Parser(("prejit.server",), _infer_request, parser_seeds.infer_requests),
     "server keys": Parser(
         ("prejit.server.gate.api_keys",),
-        _file_by("keys", "server.gate.api_keys:Keys"),
+        _server_keys,
         lambda: [b"# a\nname: 0123456789abcdef\nfedcba9876543210\n"],
         "bytes",
     ),
     "build manifest": Parser(
-        ("prejit.compiler.manifest", "tomllib"),
-        _file_by("manifest.toml", "compiler.manifest.reading:read_manifest"),
-        parser_seeds.build_manifests,
-        "toml",
+        ("prejit.compiler.manifest", "tomllib"), _toml, parser_seeds.build_manifests, "toml"
     ),
     "signature of XLA": Parser(
-        ("prejit.runtime.device.device",),
-        _signature,
-        lambda: [
-            b"HloModule f, input_output_alias={ {0}: (2, {}, may-alias) }, "
-            b"entry_computation_layout={(f32[2,3]{1,0}, s32[], f32[2]{0})->(f32[2]{0}, pred[])}"
-        ],
-        "bytes",
+        ("prejit.runtime.device.device",), _signature, lambda: [_XLA], "bytes"
     ),
 }
-
-
-# Changes that keep the form
 
 
 def changed(content, form, generator):

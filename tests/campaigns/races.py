@@ -359,9 +359,6 @@ def race(name, directory, *, rounds, writers, seed):
     }
 
 
-# ---------------------------------------------------------------------- bundles that are replaced
-
-
 def load_often(given):
     """Load bundles until each was replaced in each way, call their programs, and print what they gave."""
     paths, least, right, cache, counts_file = given

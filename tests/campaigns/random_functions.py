@@ -69,10 +69,6 @@ def array_of(leaf, chance):
     return np.array(values, jnp.dtype(leaf.dtype)).reshape(leaf.shape)
 
 
-def _strided(given):
-    return np.repeat(given, 2, axis=0)[::2] if given.ndim else given
-
-
 def _weak(given):
     if given.dtype.name not in ("float32", "int32", "complex64"):
         return jnp.asarray(given)
@@ -89,7 +85,7 @@ KINDS = {
     "python": lambda given: given if given.ndim else given.item(),
     "scalar": lambda given: given[()],
     "weak": _weak,
-    "strided": _strided,
+    "strided": lambda given: np.repeat(given, 2, axis=0)[::2] if given.ndim else given,
     "columns": np.asfortranarray,
     "swapped": lambda given: (
         given.astype(given.dtype.newbyteorder()) if given.dtype.kind in "fiuc" else given
@@ -102,9 +98,6 @@ KINDS = {
 
 def given(tree, chance):
     return jax.tree.map(lambda leaf: KINDS[leaf.kind](array_of(leaf, chance)), tree)
-
-
-# ---------------------------------------------------------------------- functions
 
 
 @dataclass(frozen=True)
@@ -208,9 +201,6 @@ def operation(read, leaf, weight, chance):
         if leaf.dtype != "complex64":
             choices += ["jnp.maximum(X, W)", "X * W.5", "jnp.sin(X) + W"]
     return chance.choice(choices).replace("W", str(weight)).replace("X", read)
-
-
-# ---------------------------------------------------------------------- other arguments
 
 
 def variants(function, chance):

@@ -94,9 +94,6 @@ def build_release(warm, at, cache, release):
     return bundle
 
 
-# ---------------------------------------------------------------------- changes of a model
-
-
 def _change_tensors(directory, change):
     path = directory / "model.safetensors"
     tensors = {name: value.copy() for name, value in load_file(path).items()}
@@ -166,9 +163,6 @@ def _reordered(directory):
         where |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": where}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-# ---------------------------------------------------------------------- changes of a bundle
 
 
 def _corrupt(bundle):

@@ -158,8 +158,6 @@ class Client(threading.Thread):
             if answer.status == 200:
                 assert b'"status":"' in content, content[-300:]
 
-    # ------------------------------------------------------------------ requests
-
     def _maybe_stream(self):
         return {"stream": self.random.random() < 0.5}
 
@@ -305,9 +303,6 @@ def _texts(chunks, count):
             reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
     assert all(reasons), f"a text without an end: {reasons}"
     return tuple(texts), tuple(reasons), usage["completion_tokens"]
-
-
-# ---------------------------------------------------------------------- the process
 
 
 @dataclass(frozen=True)

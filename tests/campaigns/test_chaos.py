@@ -24,7 +24,6 @@ WHOLE_EXAMPLES = 500  # from this number on, the figures are written
 AT_CALLS, AT_TIMES = "at every call", "at random times"
 AT_ONCE = 1 if IS_SAMPLE else 3
 LIMIT_SECONDS = 120
-YEARS = (20,) if IS_SAMPLE else (-20, 20)  # by how much a command's clock is wrong
 DOCUMENTED = frozenset((0, 3, 4, 5, 6, 7))
 """Exit statuses of a command whose files fail. 1 and 2 would blame the user: 2 is right only where files
 of the user's own cannot be read."""
@@ -200,8 +199,9 @@ def test_a_command_killed_at_any_time_leaves_nothing_wrong(campaign, scenario):
     campaign.check(scenario, AT_TIMES, [Fault(after_seconds=each) for each in times])
 
 
-@pytest.mark.parametrize("years", YEARS)
 @pytest.mark.parametrize("scenario", ("gc",) if IS_SAMPLE else SCENARIOS)
-def test_a_command_with_a_wrong_clock_does_the_same(campaign, scenario, years):
-    fault = Fault(clock_seconds=years * 365 * 86_400)
-    assert campaign.try_one(scenario, f"clock{years}", fault) == ("killed, exit 0", None)
+def test_a_command_with_a_wrong_clock_does_the_same(campaign, scenario):
+    for years in (-20, 20):
+        fault = Fault(clock_seconds=years * 365 * 86_400)
+        found = campaign.try_one(scenario, f"clock{years}", fault)
+        assert found == ("killed, exit 0", None), years

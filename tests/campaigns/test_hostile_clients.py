@@ -133,14 +133,11 @@ def rested(server):
             text = httpx.get(f"{server.url}/metrics", timeout=60).text
             kept = metric(text, "prejit_prefix_cache_bytes")
             looks.append(Watcher(server.process.pid, lambda kept=kept: kept, 1.0).look())
-        if not IS_WHOLE or is_steady(looks[-STEADY_LOOKS:]):
+        if not IS_WHOLE:
+            break
+        first, last = looks[-STEADY_LOOKS:][0], looks[-1]
+        has_more = first.resident_bytes > last.resident_bytes + MIB or first.files > last.files
+        if len(looks) >= STEADY_LOOKS and not has_more:
             break
         time.sleep(1)
     return looks[-1]
-
-
-def is_steady(looks):
-    """Return whether the last looks, a second apart, saw neither memory nor files given back."""
-    first, last = looks[0], looks[-1]
-    has_more = first.resident_bytes > last.resident_bytes + MIB or first.files > last.files
-    return len(looks) == STEADY_LOOKS and not has_more

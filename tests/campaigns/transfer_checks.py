@@ -84,9 +84,6 @@ def forget(case):
     return [f"another host got {login!r}: {method} {path}" for method, path, login in tokens]
 
 
-# ---------------------------------------------------------------------- what is there
-
-
 def wrong(case):
     """Return blobs with other bytes than their names say, and bundles that lack blobs."""
     if case.way in INTO_STORE:
@@ -203,9 +200,6 @@ def collected(case):
         return [f"{type(error).__name__}: {error}"]
     is_tag = re.compile(r"tags/(?!.*/\.).*\.json").fullmatch
     return [f"{name} is left" for name in _files(store.path) - known if not is_tag(name)]
-
-
-# ---------------------------------------------------------------------- bytes
 
 
 def missing_bytes(case, processes):

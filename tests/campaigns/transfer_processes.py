@@ -45,7 +45,8 @@ class Job:
 def transfer(job):
     os.environ.update(job.env)
     os.umask(0o022)
-    _drop_rights()
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)  # gives up root's rights to read-only files
+    ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
     _hurry(job.answer_seconds)
     if job.file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, resource.RLIM_INFINITY))
@@ -90,12 +91,6 @@ def _read_while_it_arrives(source, store):
     assert bundle._thread is not None
     bundle._thread.join()
     bundle.close()
-
-
-def _drop_rights():
-    """Give up what root may do, such as to write files that are read-only."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
-    ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
 
 
 def _hurry(answer_seconds):
