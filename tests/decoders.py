@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from .manifests import write_manifest
 from .parity.cases import Case
 
 VOCABULARY = 48
@@ -59,9 +60,6 @@ def build(
     directory,
     cache,
     *,
-    batch,
-    prompt,
-    context,
     draft_tokens=3,
     dtype="float32",
     cache_dtype="float32",
@@ -69,18 +67,15 @@ def build(
     adapters=None,
     draft=None,
     quick=True,
+    **buckets,
 ):
     """A bundle for this machine in a directory, compiled as far as a build cache does not have it."""
+    more = f"draft_tokens = {draft_tokens}\ncache_dtype = {json.dumps(cache_dtype)}\n"
+    more += "" if adapters is None else "[adapters]\nslots = {}\nrank = {}\n".format(*adapters)
+    more += "" if draft is None else '[draft]\nsource = "{}"\ndtype = "{}"\n'.format(*draft)
+    lines = f"dtype = {json.dumps(dtype)}\naccuracy = false"
     manifest = directory / "decoder.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
-        f"dtype = {json.dumps(dtype)}\naccuracy = false\n"
-        f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
-        f"draft_tokens = {draft_tokens}\ncache_dtype = {json.dumps(cache_dtype)}\n"
-        + ("" if adapters is None else "[adapters]\nslots = {}\nrank = {}\n".format(*adapters))
-        + ("" if draft is None else '[draft]\nsource = "{}"\ndtype = "{}"\n'.format(*draft))
-        + '[[target]]\nname = "cpu-host"\n'
-    )
+    write_manifest(manifest, source, name="decoder", model=lines, generate=more, **buckets)
     command = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
     if forms is not None:
         command += ("--no-measure", "--forms", str(forms))
