@@ -8,10 +8,11 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,17 +164,6 @@ def make_example(at):
     return _pack(at, 1.0, "example", _compile(at, (2, 8), ""))
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """A program: its arrays, what it was compiled from, and its executable for each target."""
-
-    portable: bytes
-    arguments: Sequence[Any]
-    results: Sequence[Any]
-    executables: Mapping[str, tuple[bytes, frozenset[str]]]  # with the features that they need
-    memory: Any
-
-
 def _compile(at, buckets, miscompiled):
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
@@ -185,7 +175,9 @@ def _compile(at, buckets, miscompiled):
         host = compile_portable(portable)
         features = frozenset(declared_features(host.serialized)) - {*NEVER_CHOSEN}
         executables = {"cpu-host": (host.serialized, features), "cpu-x86-64-v3": for_v3[name]}
-        programs[name] = _Compiled(portable, arguments, results, executables, host.memory)
+        arrays = {"arguments": arguments, "results": results}
+        made = {"portable": portable, "executables": executables, "memory": host.memory}
+        programs[name] = SimpleNamespace(**made, **arrays)
     return programs
 
 

@@ -7,14 +7,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-from tests.fake_registry import FakeRegistry, referrers_index
+from tests.fake_registry import referrers_index
 from tests.layouts import copy_with_layers
 
 from prejit.runtime.format.layout import Layout
@@ -34,16 +31,6 @@ WAYS = {
     **{ways.PULL: 30, ways.ARRIVE: 10, ways.HTTP: 10, ways.DIRECTORY: 8, ways.TAR: 7},
     **{ways.PUSH: 20, ways.PUSH_TAR: 8, ways.COPY: 7},
 }
-
-
-@dataclass(frozen=True)
-class Version:
-    """A version of the bundle: its directory and tar, the bundle's digest, and its blobs."""
-
-    path: Path
-    tar: Path
-    digest: str
-    blobs: Mapping[str, bytes]
 
 
 def make_version(golden, path, seed):
@@ -69,7 +56,7 @@ def make_version(golden, path, seed):
     ship(parse_reference(str(path)), parse_reference(str(tar)))
     files = (path / "blobs" / "sha256").iterdir()
     blobs = {f"sha256:{each.name}": each.read_bytes() for each in files}
-    return Version(path, tar, root.digest, blobs)
+    return SimpleNamespace(path=path, tar=tar, digest=root.digest, blobs=blobs)
 
 
 KILLED, STOPPED, FULL, LIMITED = "kill -9", "ctrl-C", "a full disk", "a limit of file sizes"
@@ -92,30 +79,14 @@ FAULTS = {
 }
 
 
-@dataclass
-class Place:
-    """A worker's registry, another host for its redirects, its directory, and variables of its processes."""
-
-    registry: FakeRegistry
-    abroad: FakeRegistry
-    scratch: Path
-    env: Mapping[str, str]
-    can_mount: bool
-
-
-@dataclass
 class Breaking:
     """Breaks some requests to a repository: `make` gives what happens instead; None: nothing."""
 
-    name: str
-    methods: tuple[str, ...]
-    part: str
-    first: int
-    times: int
-    make: Callable[[str, str], Any]
-    happened: int = 0
-    _seen: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, name, methods, part, first, times, make):
+        self.name, self.methods, self.part = name, methods, part
+        self.first, self.times, self.make = first, times, make
+        self.happened = self._seen = 0
+        self._lock = threading.Lock()
 
     def __call__(self, method, path):
         if self.name not in path or method not in self.methods or self.part not in path:
@@ -128,31 +99,19 @@ class Breaking:
         return self.make(method, path)
 
 
-@dataclass
 class Case:
-    number: int
-    way: str
-    fault: str
-    versions: tuple[Version, Version]
-    place: Place
-    rng: random.Random = field(init=False)
-    name: str = field(init=False)
-    at: Path = field(init=False)
-    pids: list[int] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    broken: int = 0
-    wanted: Version = field(init=False)
-    _has_small_disk: bool = False
-    _is_clean: bool = True
-    _gone: tuple[tuple[str, str], bytes, bytes | None] | None = None
+    """A transfer that breaks, then goes on."""
 
-    def __post_init__(self):
-        self.rng = random.Random(self.number)
-        self.name = f"case{self.number}x"
-        self.at = self.place.scratch / self.name
-        self.wanted = self.versions[0]
-        is_full = self.fault == FULL and self.way in ways.INTO_STORE
-        self._has_small_disk = is_full and self.place.can_mount
+    def __init__(self, number, way, fault, versions, place):
+        self.way, self.fault, self.versions, self.place = way, fault, versions, place
+        self.rng = random.Random(number)
+        self.name = f"case{number}x"
+        self.at = place.scratch / self.name
+        self.wanted = versions[0]
+        self.pids, self.ends, self.broken = [], [], 0
+        self._is_clean, self._gone = True, None
+        is_full = fault == FULL and way in ways.INTO_STORE
+        self._has_small_disk = is_full and place.can_mount
 
     def prepare(self):
         """Make the directory, and put both versions where they are pulled from."""
@@ -215,10 +174,8 @@ class Case:
             target = into if self.way in ways.INTO_REGISTRY else str(self.target)
             env = {**self.place.env, "PREJIT_RUNTIME_CACHE": str(self.at / "cache")}
             answer = CLEAN_ANSWER_SECONDS if self._is_clean else ANSWER_SECONDS
-            job = ways.Job(
-                self.way, source or self.source(), target, outcome, env, answer, file_bytes
-            )
-            started.append(processes.start(ways.transfer, job))
+            job = (self.way, source or self.source(), target, outcome, env, answer, file_bytes)
+            started.append(processes.start(ways.transfer, *job))
             self.pids.append(started[-1].pid or 0)
         if after is not None:
             time.sleep(after)

@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import zstandard
 
@@ -144,17 +145,6 @@ def code_of(files):
     return frozenset(found) or None
 
 
-@dataclass(frozen=True)
-class Sound:
-    """A sound bundle, a policy that allows it, and the identities of its targets."""
-
-    name: str
-    policy: str
-    identities: tuple[str, ...]
-    has_decoder: bool  # which takes too long to compile in a fallback
-    answer: str = ""
-
-
 def identity(config, layers):
     return hashlib.sha256(json.dumps([config, sorted(layers)]).encode()).hexdigest()
 
@@ -256,9 +246,12 @@ class Loads(fuzz.Examples):
                 for manifest, _ in draft.targets
             )
             has_decoder = any("decoder" in config for _, config in draft.targets)
-            sound = Sound(str(bundle), str(policy), found, has_decoder)
-            sound = replace(sound, answer=self._measure(sound, False)[2])
+            sound = SimpleNamespace(
+                name=str(bundle), policy=str(policy), identities=found, answer=""
+            )
+            sound.answer = self._measure(sound, False)[2]
             self._sound.append(sound)
+            sound.has_decoder = has_decoder  # which takes too long to compile in a fallback
             for falls_back in (False,) if has_decoder else (False, True):
                 self._usual[sound.name, falls_back] = self._measure(sound, falls_back)[:2]
 

@@ -10,10 +10,10 @@ import threading
 import time
 import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 PRELOADED = (
     *("prejit.compiler.cli.build_commands", "prejit.compiler.pipeline.build_run"),
@@ -28,15 +28,6 @@ UNEXPECTED = 70
 one_reader = threading.Lock()
 """The exit status of a process can be read once. `start` reads those of all others, in any thread, and
 whoever comes second gets 255."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    status: int | None
-    stdout: str
-    stderr: str
-    seconds: float
-    growth_bytes: int
 
 
 def start(function, *arguments, daemon=False):
@@ -56,6 +47,7 @@ def start(function, *arguments, daemon=False):
 
 
 def run(function, argument, directory, *, limit_seconds):
+    """Run a function in a fork; its status is negative for a signal, and None for the time limit."""
     growth = directory / "growth.json"
     for file in (directory / "stdout", directory / "stderr", growth):
         file.unlink(missing_ok=True)
@@ -68,13 +60,9 @@ def run(function, argument, directory, *, limit_seconds):
         if status is None and process.pid is not None:
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
-    return Outcome(
-        status,
-        (directory / "stdout").read_text(errors="replace"),
-        (directory / "stderr").read_text(errors="replace"),
-        seconds,
-        json.loads(growth.read_text()) if growth.exists() else 0,
-    )
+    said = {name: (directory / name).read_text(errors="replace") for name in ("stdout", "stderr")}
+    grown = json.loads(growth.read_text()) if growth.exists() else 0
+    return SimpleNamespace(status=status, **said, seconds=seconds, growth_bytes=grown)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import struct
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 ANSWER_SECONDS = 90.0
 """How long a client waits for the next bytes. It is longer than any time that the server allows."""
@@ -33,29 +32,15 @@ KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
 """The keys of the clients: each is a client of its own for fair shares."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A request that was answered, to be generated again without a server."""
-
-    id: str
-    body: dict[str, Any]
-    texts: tuple[str, ...]
-    reasons: tuple[str, ...]
-
-
-@dataclass
 class Tally:
     """What all clients saw; of the answered requests up to `most_samples`, any with the same chance."""
 
-    most_samples: int
-    statuses: Counter[int] = field(default_factory=Counter)
-    abandoned: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    texts: int = 0
-    new_tokens: int = 0
-    _seen: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, most_samples):
+        self.most_samples, self._seen = most_samples, 0
+        self.statuses, self.abandoned = Counter(), Counter()
+        self.failures, self.samples = [], []
+        self.texts = self.new_tokens = 0
+        self.lock = threading.Lock()
 
     def got(self, sample, new_tokens, generator):
         with self.lock:
@@ -240,7 +225,8 @@ class Client(threading.Thread):
         if chunks is None:
             return None  # its time was over in the middle of the stream
         texts, reasons, new_tokens = _texts(chunks, body.get("n", 1))
-        sample = Sample(f"{self._number}-{self._sent}", body, texts, reasons)
+        about = {"id": f"{self._number}-{self._sent}", "body": body}
+        sample = SimpleNamespace(**about, texts=texts, reasons=reasons)
         if is_sample:
             self._tally.got(sample, new_tokens, self.random)
         return sample
@@ -305,16 +291,6 @@ def _texts(chunks, count):
     return tuple(texts), tuple(reasons), usage["completion_tokens"]
 
 
-@dataclass(frozen=True)
-class Look:
-    """A process at a time; its memory is without what it keeps of prompts on purpose."""
-
-    seconds: float
-    resident_bytes: float
-    files: int
-    threads: int
-
-
 class Watcher(threading.Thread):
     def __init__(self, process, kept_bytes, every):
         super().__init__(name="watcher")
@@ -328,12 +304,14 @@ class Watcher(threading.Thread):
             self.looks.append(self.look())
 
     def look(self):
+        """Return what a process has now: its memory without what it keeps of prompts on purpose."""
         kept = self._kept_bytes()
         at = Path("/proc") / str(self._process)
         pages = int((at / "statm").read_text().split()[1])
         resident = pages * resource.getpagesize() - kept
         files, threads = (len(os.listdir(at / name)) for name in ("fd", "task"))
-        return Look(time.monotonic() - self._begun, resident, files, threads)
+        found = {"resident_bytes": resident, "files": files, "threads": threads}
+        return SimpleNamespace(seconds=time.monotonic() - self._begun, **found)
 
     def end(self):
         self._ends.set()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from tests.fake_registry import fake_registry
@@ -18,7 +19,7 @@ pytest.importorskip("oras", reason="oras comes with the extra ship")
 pytest.importorskip("obstore", reason="obstore comes with the extra ship")
 
 from . import processes, transfer_processes
-from .broken_transfers import FAULTS, USER, WAYS, Case, Place, make_version
+from .broken_transfers import FAULTS, USER, WAYS, Case, make_version
 from .campaign import ROOT, check, facts, scratch_directory, setting, write_figures
 from .transfer_checks import run_case
 
@@ -64,7 +65,8 @@ def place(number, scratch, mounts):
         auth = {"auth": base64.b64encode(USER.encode()).decode()}
         logins.write_text(json.dumps({"auths": {registry.host: auth}}))
         env = {"REGISTRY_AUTH_FILE": str(logins), "PREJIT_STORE_TOKEN": "secret", "HOME": "/"}
-        yield Place(registry, abroad, directory, env, mounts)
+        found = {"registry": registry, "abroad": abroad, "scratch": directory}
+        yield SimpleNamespace(**found, env=env, can_mount=mounts)
 
 
 @pytest.mark.thorough

@@ -6,8 +6,8 @@ import shutil
 import tarfile
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.layouts import blob
 
@@ -22,17 +22,6 @@ from .broken_transfers import KILLED, STOPPED
 from .transfer_processes import DIRECTORY, INTO_REGISTRY, INTO_STORE, TAR
 
 FOREVER = float("inf")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a case did wrong, how its attempts ended, its broken requests, and its bytes in the end."""
-
-    bad: tuple[str, ...]
-    ends: tuple[str, ...]
-    broken: int
-    missing: int
-    fetched: int
 
 
 def run_case(case):
@@ -60,7 +49,8 @@ def run_case(case):
     finally:
         shutil.rmtree(case.at, ignore_errors=True)
         bad += forget(case)
-    return Result(tuple(bad), tuple(case.ends), case.broken, missing, fetched)
+    moved = {"missing": missing, "fetched": fetched}
+    return SimpleNamespace(bad=bad, ends=case.ends, broken=case.broken, **moved)
 
 
 def is_bad(end, fault):

@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,36 +29,26 @@ INTO_STORE = (PULL, HTTP, ARRIVE)
 INTO_REGISTRY = (PUSH, PUSH_TAR, COPY)
 
 
-@dataclass(frozen=True)
-class Job:
-    way: str
-    source: str
-    target: str
-    outcome: Path
-    env: Mapping[str, str]
-    answer_seconds: float
-    file_bytes: int = 0
-
-
-def transfer(job):
-    os.environ.update(job.env)
+def transfer(way, source, target, outcome, env, answer_seconds, file_bytes):
+    """Transfer in this process, which may write files of so many bytes (0: any); write how it ended."""
+    os.environ.update(env)
     os.umask(0o022)
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)  # gives up root's rights to read-only files
     ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
-    _hurry(job.answer_seconds)
-    if job.file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, resource.RLIM_INFINITY))
+    _hurry(answer_seconds)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
     end = {"error": "", "is_ours": True, "text": ""}
     try:
-        source = parse_reference(job.source)
-        if job.way == ARRIVE:
-            _read_while_it_arrives(source, MachineStore(Path(job.target)))
-        elif job.way in INTO_STORE:
-            pull(source, MachineStore(Path(job.target)), Wanted())
-        elif job.way in (DIRECTORY, TAR):
-            pull_into(source, parse_reference(job.target), Wanted())
+        found = parse_reference(source)
+        if way == ARRIVE:
+            _read_while_it_arrives(found, MachineStore(Path(target)))
+        elif way in INTO_STORE:
+            pull(found, MachineStore(Path(target)), Wanted())
+        elif way in (DIRECTORY, TAR):
+            pull_into(found, parse_reference(target), Wanted())
         else:
-            ship(source, parse_reference(job.target))
+            ship(found, parse_reference(target))
     except BaseException as error:
         is_ours = isinstance(error, PrejitError | KeyboardInterrupt)
         frames = traceback.extract_tb(error.__traceback__)
@@ -68,7 +56,7 @@ def transfer(job):
         said = f"{error} at {' '.join(ours)}"
         end = {"error": type(error).__name__, "is_ours": is_ours, "text": said}
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    job.outcome.write_text(json.dumps(end))
+    outcome.write_text(json.dumps(end))
     os._exit(0)
 
 
