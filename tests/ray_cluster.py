@@ -69,13 +69,9 @@ class Cluster:
 @contextmanager
 def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluster]:
     """Run the head node of a cluster."""
-    environ = (
-        os.environ
-        | {
-            "PREJIT_CACHE": str(directory),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_agent_register_timeout_ms": "300000",  # nodes of a busy machine end after 30 s without it
-        }
+    environ = os.environ | {"PREJIT_CACHE": str(directory), "RAY_USAGE_STATS_ENABLED": "0"}
+    environ["RAY_agent_register_timeout_ms"] = (
+        "300000"  # else nodes of a busy machine end after 30 s
     )
     temporary = Path(f"/tmp/r{os.getpid()}")  # short: the path of a socket may have 107 characters
     head = Node(

@@ -52,13 +52,10 @@ class Server:
     def start(self) -> None:
         if self.log is None:
             return
+        env = {**os.environ, **self.env_server}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command,
-                env={**os.environ, **self.env_server},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                self.command, env=env, stdout=log, stderr=log, start_new_session=True
             )
         found = re.search(r"([\d.]+):(\d+)", " ".join((*self.env.values(), self.url)))
         assert found is not None

@@ -59,13 +59,8 @@ class WarmPython:
             arguments += ("--jobs", "1")
         self._started += 1
         files = tuple(self._directory / f"{name}{self._started}" for name in ("stdout", "stderr"))
-        wanted = {
-            "argv": [*map(str, arguments)],
-            "env": {**os.environ, **(env or {})},
-            "cwd": os.getcwd(),
-            "files": [*map(str, files)],
-            "quick": quick,
-        }
+        wanted = {"argv": [*map(str, arguments)], "env": {**os.environ, **(env or {})}}
+        wanted |= {"cwd": os.getcwd(), "files": [*map(str, files)], "quick": quick}
         print(json.dumps(wanted), file=self._running().stdin, flush=True)
         while "started" not in (event := self._next_event()):
             self._ended[event["ended"]] = event["status"]
@@ -95,14 +90,10 @@ class WarmPython:
     def _running(self):
         if self._process is None:
             # Threads of OpenBLAS would not be there after a fork.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm"],
-                cwd=Path(__file__).parents[1],
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+            command, root = [sys.executable, "-m", "tests.warm"], Path(__file__).parents[1]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._process = subprocess.Popen(command, cwd=root, env=env, **pipes)
         return self._process
 
 

@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -51,10 +50,8 @@ class Browser:
         else:
             raise AssertionError("chromedriver did not start")
         self._at = f"http://127.0.0.1:{found[1]}"
-        options = {
-            "binary": shutil.which("chromium"),
-            "args": [*FLAGS, f"--user-data-dir={self._profile}"],
-        }
+        arguments = [*FLAGS, f"--user-data-dir={self._profile}"]
+        options = {"binary": shutil.which("chromium"), "args": arguments}
         capabilities = {
             "browserName": "chrome",
             "goog:chromeOptions": options,
@@ -64,12 +61,7 @@ class Browser:
         self._at += f"/session/{session['sessionId']}"
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._send("DELETE", "")
         finally:
@@ -88,11 +80,8 @@ class Browser:
         return found
 
     def visible(self, selector: str) -> bool:
-        return bool(
-            self.run(
-                "return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector
-            )
-        )
+        script = "return document.querySelector(arguments[0])?.checkVisibility() ?? false"
+        return bool(self.run(script, selector))
 
     def click(self, selector: str) -> None:
         """Click an element as a user does: it must be visible, and nothing may cover it."""
@@ -109,9 +98,8 @@ class Browser:
         for key in keys:
             value = _KEYS.get(key, key)
             actions += [{"type": "keyDown", "value": value}, {"type": "keyUp", "value": value}]
-        self._send(
-            "POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]}
-        )
+        keyboard = {"type": "key", "id": "keys", "actions": actions}
+        self._send("POST", "/actions", {"actions": [keyboard]})
 
     def choose(self, selector: str, value: str) -> None:
         self.click(f'{selector} option[value="{value}"]')
@@ -125,10 +113,8 @@ class Browser:
         return found
 
     def size(self, width: int, height: int, *, scale: float = 1) -> None:
-        self._devtools(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False},
-        )
+        sizes = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self._devtools("Emulation.setDeviceMetricsOverride", sizes)
 
     def scheme(self, name: str) -> None:
         features = [{"name": "prefers-color-scheme", "value": name}]
