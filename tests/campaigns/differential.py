@@ -16,18 +16,8 @@ import numpy as np
 from prejit.compiler import Program, build, program
 from prejit.runtime import FallbackWarning, PrejitError, jit, load
 
-from .random_functions import (
-    EXAMPLE,
-    RETREED,
-    SHARED,
-    Pair,
-    Record,
-    Turned,
-    given,
-    random_function,
-    retreed,
-    variants,
-)
+from . import random_functions
+from .random_functions import EXAMPLE, RETREED, SHARED, Pair, Record, Turned, given
 
 SETTINGS = (
     lambda: jax.enable_x64(True),
@@ -61,15 +51,13 @@ def compare(found, wanted):
         if isinstance(mine, jax.Array) and mine.weak_type != theirs.weak_type:
             raise DifferenceError(f"{where}: weak_type {mine.weak_type}, for {theirs.weak_type}")
         one, other = (np.asarray(each) for each in (mine, theirs))
+        same = np.array_equal(one, other)
         if one.dtype.kind not in "biu":
+            near = TOLERANCES.get(one.dtype.name, 1e-5)
             wide = np.complex128 if one.dtype.kind == "c" else np.float64
-            tolerance = TOLERANCES.get(one.dtype.name, 1e-5)
+            one, other = one.astype(wide), other.astype(wide)
             with np.errstate(invalid="ignore"):
-                same = np.allclose(
-                    one.astype(wide), other.astype(wide), tolerance, tolerance, equal_nan=True
-                )
-        else:
-            same = np.array_equal(one, other)
+                same = np.allclose(one, other, near, near, equal_nan=True)
         if not same:
             raise DifferenceError(f"{where}: {one.tolist()}, for {other.tolist()}")
 
@@ -112,7 +100,7 @@ class Outcomes:
 
 def run_batch(seed, functions, checks, directory):
     chance = random.Random(seed)
-    made = [random_function(f"f{number}", chance) for number in range(functions)]
+    made = [random_functions.random_function(f"f{number}", chance) for number in range(functions)]
     name = f"functions_{seed}"
     head = (
         "from collections import OrderedDict, defaultdict\nimport jax\nimport jax.numpy as jnp\n"
@@ -179,7 +167,9 @@ def _ways(function, made, bundle):
 
 
 def _check(made, reference, ways, chance, checks, outcomes):
-    kinds = [(*variant, chance.randrange(1 << 30)) for variant in variants(made, chance)]
+    kinds = [
+        (*variant, chance.randrange(1 << 30)) for variant in random_functions.variants(made, chance)
+    ]
     setting = chance.choice(SETTINGS)
     kinds.append((SET, made.example, 0))
     draws = max(1, round(checks / len(kinds) / len(ways)))
@@ -190,7 +180,7 @@ def _check(made, reference, ways, chance, checks, outcomes):
             if variant == SHARED:
                 arguments = (arguments[0],) * len(arguments)
             elif variant == RETREED:
-                arguments = retreed(usual, random.Random(seed))
+                arguments = random_functions.retreed(usual, random.Random(seed))
             with setting() if variant == SET else contextlib.nullcontext():
                 for way, outcome, text in _compared(reference, ways, variant, arguments, usual):
                     outcomes.add(variant, way, outcome, made, arguments, text)

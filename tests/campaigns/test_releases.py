@@ -1,5 +1,6 @@
 """Bad releases that pass and good ones that are stopped, by `prejit gate` and by a canary alike."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -11,7 +12,6 @@ import httpx
 import pytest
 from tests.integration.test_serve import Process
 from tests.signers import key_table, signer, write_policy
-from tests.waiting import wait_for
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.targets.target_classes import catalogue
@@ -93,15 +93,13 @@ def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build, tmp_path):
         row |= {at.name: at.why for at in verdict.checks if at.name in ("CPU time", "start")}
         print(json.dumps(row), flush=True)
         rows.append(row)
-        is_right = bool({*failed} & {*release.checks}) if release.checks else not failed
-        if not is_right:
+        if not ({*failed} & {*release.checks} if release.checks else not failed):
             wrong.append(f"{release.name}: expected {release.checks}, found {verdict.failed}")
     if IS_WHOLE:
         figures = {
             **facts("jax", "kernel"),
             **before,
-            "bad": len(BAD),
-            "good": len(GOOD),
+            **{"bad": len(BAD), "good": len(GOOD)},
             "gate: bad that passed, or good that were stopped": len(wrong),
             "gate: minutes": round((time.monotonic() - began) / 60, 1),
             "gate": rows,
@@ -128,12 +126,12 @@ class Live:
         answer = self._admin.post("/canary", json={"bundle": str(bundle), "share": "50%"})
         assert answer.status_code == 202, answer.text
 
-        def state():
+        while True:
             [found] = self._admin.get("/canary").json()["canaries"]
-            return found
-
-        wait_for(lambda: state()["stage"] in ("promoted", "rolled back"), 3900)
-        found = state()
+            if found["stage"] in ("promoted", "rolled back"):
+                break
+            assert time.monotonic() < began + 3900, found
+            time.sleep(0.05)
         if found["stage"] == "promoted":
             answer = self._admin.post("/swap", json={"bundle": str(self._base)})
             assert answer.status_code == 200, answer.text
@@ -178,13 +176,11 @@ def test_a_canary_stops_bad_releases_and_promotes_good_ones(build, tmp_path):
             bundles = [build(each) for each in (base, *tries)]
             at = tmp_path / base.name
             at.mkdir()
-            lives.append(Live(bundles[0], at))
-            try:
+            with contextlib.closing(Live(bundles[0], at)) as live:
+                lives.append(live)
                 for release, bundle in zip(tries, bundles[1:], strict=True):
-                    rows.append(tried(lives[-1], bundle, release, wrong))
-                ends = lives[-1].ends()
-            finally:
-                lives[-1].close()
+                    rows.append(tried(live, bundle, release, wrong))
+                ends = live.ends()
             count = len([each for each in tries if each.checks])
             again = sum(row["again"] for row in rows)
             assert wrong or ends == {"promoted": len(tries) - count, "rolled_back": count + again}
@@ -192,11 +188,9 @@ def test_a_canary_stops_bad_releases_and_promotes_good_ones(build, tmp_path):
         at = tmp_path / release.name.replace(" ", "-")
         at.mkdir()
         old, new, policy = signed(build, release, at)
-        lives.append(Live(old, at, PREJIT_TRUST=str(policy)))
-        try:
-            rows.append(tried(lives[-1], new, release, wrong))
-        finally:
-            lives[-1].close()
+        with contextlib.closing(Live(old, at, PREJIT_TRUST=str(policy))) as live:
+            lives.append(live)
+            rows.append(tried(live, new, release, wrong))
     failures = [each for live in lives for each in live.clients.failures]
     others = [each for live in lives for each in changed(live.clients.texts)]
     if IS_WHOLE:
