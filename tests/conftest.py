@@ -51,10 +51,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect no garbage while 8,000 tests are made: none of them is garbage, and looking takes long.
-
-    Nor is it looked for among them later: 6 % of the CPU time of parity tests.
-    """
+    """Look for no garbage among 8,000 tests, while they are made and later: 6 % of parity's CPU time."""
     gc.disable()
     try:
         yield
@@ -88,11 +85,7 @@ def _drafts_always_pay(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def build_cache(tmp_path_factory):
-    """The build cache of a run: each library of kernels and each program is compiled once for all tests.
-
-    Tests that count what a build compiles have a cache of their own. Workers of pytest-xdist share this
-    one. PREJIT_TEST_CACHE names a directory that outlives the run.
-    """
+    """The build cache of a run, for all workers; PREJIT_TEST_CACHE names one that outlives the run."""
     if kept := os.environ.get("PREJIT_TEST_CACHE"):
         return Path(kept).absolute()
     base = tmp_path_factory.getbasetemp()

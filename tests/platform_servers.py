@@ -21,20 +21,14 @@ from .waiting import wait_for
 
 @dataclass(frozen=True)
 class PlatformServer:
-    """How to start a server.
+    """How to start a server."""
 
-    Attributes:
-        package: the package that has it.
-        command: writes its files for bundles, by the name of their only program, into a directory, and
-            returns the command for a port of HTTP and one of gRPC.
-        environ: its environment variables.
-        protocol: the module of tritonclient that sends it tensors as bytes.
-    """
-
-    package: str
+    package: str  # that has it
+    # Writes its files for bundles, by the name of their only program, into a directory, and returns the
+    # command for a port of HTTP and one of gRPC.
     command: Callable[[Mapping[str, Path], Path, int, int], list[str]]
     environ: Callable[[Path], dict[str, str]] = field(default=lambda directory: {})
-    protocol: str = "http"
+    protocol: str = "http"  # the module of tritonclient that sends it tensors as bytes
 
     @property
     def is_here(self):
