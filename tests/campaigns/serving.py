@@ -240,9 +240,7 @@ TEXTS = {
     "long_prompt": lambda c: (
         c.completion(16) | {"prompt": SHARED + c.words(c.random.randint(30, 90))}
     ),
-    "to_the_end_of_the_context": lambda c: (
-        c.completion() | {"max_tokens": 4000, "ignore_eos": True}
-    ),
+    "to_the_end": lambda c: c.completion() | {"max_tokens": 4000, "ignore_eos": True},
     # The time of a request may not be enough for it, behind all others.
     "too_slow": lambda c: c.completion(450) | {"n": 10, "priority": 5, "ignore_eos": True},
 }
@@ -250,7 +248,7 @@ WRONG = ({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70})
 REFUSED = {
     "wrong": lambda c: (c.completion() | c.random.choice(WRONG), 400),
     "too_long": lambda c: (
-        c.completion() | {"prompt": "name " * c.random.randint(600, 3000)},
+        {**c.completion(), "prompt": "name " * c.random.randint(600, 3000)},
         400,
     ),
     "full_queue": lambda c: (c.completion(30) | {"n": 100}, 400),
@@ -258,7 +256,7 @@ REFUSED = {
 }
 KINDS = {
     **{"text": 40, "chat": 20, "several": 5, "stops": 8, "long_prompt": 6},
-    **{"to_the_end_of_the_context": 1, "too_slow": 0.5, "follows_a_schema": 3, "cancels": 6},
+    **{"to_the_end": 1, "too_slow": 0.5, "follows_a_schema": 3, "cancels": 6},
     **{"closes": 4, "wrong": 5, "too_long": 2, "full_queue": 1, "unknown_path": 1},
     **{"looks": 4, "tokenizes": 4, "responds": 4},
 }
