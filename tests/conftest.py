@@ -51,10 +51,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect no garbage while 8,000 tests are made: none of them is garbage, and looking takes long.
-
-    Nor is it looked for among them later: 6 % of the CPU time of parity tests.
-    """
+    """Look for no garbage among 8,000 tests, while they are made and later: 6 % of parity's CPU time."""
     gc.disable()
     try:
         yield
@@ -80,10 +77,7 @@ def runtime_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _drafts_always_pay(request, monkeypatch):
-    """Drafts are verified however long that takes here: else measured times decide which calls there are.
-
-    The mark `measured_drafts` leaves it to them.
-    """
+    """Drafts are verified however long that takes here: else measured times decide which calls there are."""
     if request.node.get_closest_marker("measured_drafts") is None:
         pace = "prejit.runtime.generation.draft_pace.DraftPace"
         monkeypatch.setattr(f"{pace}.allows", lambda *_: True)
@@ -91,11 +85,7 @@ def _drafts_always_pay(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def build_cache(tmp_path_factory):
-    """The build cache of a run: each library of kernels and each program is compiled once for all tests.
-
-    Tests that count what a build compiles have a cache of their own. Workers of pytest-xdist share this
-    one. PREJIT_TEST_CACHE names a directory that outlives the run.
-    """
+    """The build cache of a run, for all workers; PREJIT_TEST_CACHE names one that outlives the run."""
     if kept := os.environ.get("PREJIT_TEST_CACHE"):
         return Path(kept).absolute()
     base = tmp_path_factory.getbasetemp()
@@ -104,11 +94,7 @@ def build_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def environment_cache(tmp_path_factory):
-    """Where environments of targets are made, once for all tests; it is PREJIT_ENVIRONMENTS from here on.
-
-    PREJIT_TEST_ENVIRONMENTS names a directory that outlives the session. Without it each session
-    downloads jaxlib, and deletes it again.
-    """
+    """Where environments of targets are made, once for all tests; it is PREJIT_ENVIRONMENTS from here on."""
     kept = os.environ.get("PREJIT_TEST_ENVIRONMENTS")
     path = Path(kept).absolute() if kept else tmp_path_factory.mktemp("environments")
     with pytest.MonkeyPatch.context() as patch:
@@ -120,10 +106,7 @@ def environment_cache(tmp_path_factory):
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs code or `-m module` in a fresh process: `run_python(code, *argv, status=0, env={})`.
-
-    status is the exit status that the process must end with; None: any.
-    """
+    """Runs code or `-m module` in a fresh process: `run_python(code, *argv, status=0, env={})`."""
 
     def run(code, *argv, status=0, env=None, timeout=120):
         command = [sys.executable, *(["-c", code] if code is not None else []), *argv]

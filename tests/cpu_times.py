@@ -1,10 +1,4 @@
-"""A plugin of pytest that lists the tests that take most CPU time, the processes that they start included.
-
-    python -m pytest -n0 -p tests.cpu_times tests/integration/test_fleet.py
-
-Unlike `--durations` its figures do not depend on what else the machine does. A fixture's time is the first
-test's that asks for it.
-"""
+"""A plugin of pytest that lists the tests that take most CPU time, the processes that they start included."""
 
 import ctypes
 import os
@@ -40,7 +34,6 @@ def pytest_configure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Note the CPU time of a test with its fixtures."""
     before = cpu_seconds()
     result = yield
     _seconds[item.nodeid] = cpu_seconds() - before
@@ -48,7 +41,6 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Show the sum and the longest."""
     terminalreporter.section(f"{sum(_seconds.values()):.1f} s of CPU time")
     for name in sorted(_seconds, key=_seconds.get, reverse=True)[:SHOWN]:
         terminalreporter.line(f"{_seconds[name]:7.2f} {name}")

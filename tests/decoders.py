@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from .manifests import write_manifest
 from .parity.cases import Case
 
 VOCABULARY = 48
@@ -20,7 +21,6 @@ _LLAMA = {
 
 
 def gpt2_config(**changes):
-    """Return the config.json of a small GPT-2, with changes."""
     config = {
         **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY},
         **{"n_positions": LARGEST_CONTEXT, "n_embd": 24, "n_head": 3, "n_layer": 2},
@@ -32,29 +32,18 @@ def gpt2_config(**changes):
 _CONFIGS = {
     "gpt2": gpt2_config(),
     "llama": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        **_LLAMA,
-        "max_position_embeddings": 256,
-        "hidden_act": "silu",
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], **_LLAMA},
+        **{"max_position_embeddings": 256, "hidden_act": "silu"},
     },
     # What a window must forget lies in the cache all the same, and so do other rows' leftovers.
     "mistral": {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        **_LLAMA,
-        "hidden_act": "silu",
-        "sliding_window": 7,
+        **{"model_type": "mistral", "architectures": ["MistralForCausalLM"], **_LLAMA},
+        **{"hidden_act": "silu", "sliding_window": 7},
     },
     "gemma2": {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
-        **_LLAMA,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 6,
-        "sliding_window": 11,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 20.0,
+        **{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **_LLAMA},
+        **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 6},
+        **{"sliding_window": 11, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
     },
 }
 
@@ -71,9 +60,6 @@ def build(
     directory,
     cache,
     *,
-    batch,
-    prompt,
-    context,
     draft_tokens=3,
     dtype="float32",
     cache_dtype="float32",
@@ -81,23 +67,15 @@ def build(
     adapters=None,
     draft=None,
     quick=True,
+    **buckets,
 ):
-    """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
-
-    `forms` is a table of measured forms, for `--forms`; `adapters` are slots and rank of [adapters], `draft`
-    source and dtype of [draft]. A `quick` build is one of quick_compiling.py. What a dtype costs in accuracy
-    is not measured: that takes more programs than the bundle has.
-    """
+    """A bundle for this machine in a directory, compiled as far as a build cache does not have it."""
+    more = f"draft_tokens = {draft_tokens}\ncache_dtype = {json.dumps(cache_dtype)}\n"
+    more += "" if adapters is None else "[adapters]\nslots = {}\nrank = {}\n".format(*adapters)
+    more += "" if draft is None else '[draft]\nsource = "{}"\ndtype = "{}"\n'.format(*draft)
+    lines = f"dtype = {json.dumps(dtype)}\naccuracy = false"
     manifest = directory / "decoder.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
-        f"dtype = {json.dumps(dtype)}\naccuracy = false\n"
-        f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
-        f"draft_tokens = {draft_tokens}\ncache_dtype = {json.dumps(cache_dtype)}\n"
-        + ("" if adapters is None else "[adapters]\nslots = {}\nrank = {}\n".format(*adapters))
-        + ("" if draft is None else '[draft]\nsource = "{}"\ndtype = "{}"\n'.format(*draft))
-        + '[[target]]\nname = "cpu-host"\n'
-    )
+    write_manifest(manifest, source, name="decoder", model=lines, generate=more, **buckets)
     command = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
     if forms is not None:
         command += ("--no-measure", "--forms", str(forms))
@@ -108,10 +86,7 @@ def build(
 
 @pytest.fixture(scope="session")
 def make_decoder(tmp_path_factory, build_cache, warm, once):
-    """Builds a decoder for this machine: `make_decoder("mistral", batch=(2,), prompt=(10,), context=(24,))`.
-
-    The model is a family of this module, with random weights, which is built once a run; or a directory.
-    """
+    """Builds a decoder for this machine, of a family of this module (once a run) or of a directory."""
 
     def make(model, **buckets):
         if isinstance(model, Path):

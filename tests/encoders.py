@@ -15,7 +15,6 @@ from .parity.encoder_cases import Case
 
 
 def bert_config(**changes):
-    """Return the config.json of a tiny BERT, with changes."""
     config = {
         **{"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"},
         **{"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1},
@@ -26,14 +25,7 @@ def bert_config(**changes):
 
 
 def write_encoder(directory, *, pieces=False, changes=None, **modules):
-    """Write the checkpoint and its tokenizer, which is returned.
-
-    Args:
-        directory: for the model.
-        pieces: whether words may have several letters, each a token.
-        changes: of its config.json.
-        **modules: those of sentence-transformers around it, as fields of a `Case`.
-    """
+    """Write the checkpoint and its tokenizer, which is returned."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
     names += [f"##{letter}" for letter in ascii_lowercase * pieces]
     config = bert_config(**{"vocab_size": len(names), **(changes or {})})
@@ -69,14 +61,10 @@ TEMPLATE = (
     "d {{ (messages | selectattr('role', 'eq', 'document') | first).content }} e y"
     "{{ ' w' if add_generation_prompt }}"
 )
-"""A chat template of letters that takes pairs of texts."""
 
 
 def write_causal(directory, *, answers):
-    """Write a Qwen3 of letters that scores: by the answers `y` and `n`, or with a head behind each text.
-
-    The first is in the layout of sentence-transformers 6. The second pads with [SEP], which ends texts.
-    """
+    """Write a Qwen3 of letters that scores: by the answers `y` and `n`, or with a head behind each text."""
     from prejit.compiler.models import config_file, model_registry
     from prejit.compiler.models.families.rotary_encoders import derived_of
     from prejit.compiler.models.parameters import parameters_of
@@ -131,11 +119,8 @@ def write_answers_modules(directory):
         "1_LogitScore/config.json": {"true_token_id": 28, "false_token_id": 17},
         "config_sentence_transformers.json": {
             "activation_fn": "torch.nn.modules.linear.Identity",
-            **{
-                "prompts": {"web": "f w"},
-                "default_prompt_name": "web",
-                "model_type": "CrossEncoder",
-            },
+            **{"prompts": {"web": "f w"}, "default_prompt_name": "web"},
+            "model_type": "CrossEncoder",
         },
     }.items():
         (directory / name).write_text(json.dumps(content))

@@ -1,17 +1,11 @@
-"""How much a run tests: all of it (`make test-all`), or what a change must pass at once (`make test`).
-
-`make test` runs on every change and should end within 12 minutes. It has the quick unit tests, a test of each
-feature from a build to its answer, and of products of cases a sample. Dear tests of the same features wait
-for `make test-all`, before a release: it sets PREJIT_TEST_ALL=1, as each campaign's own target does.
-"""
+"""How much a run tests: all of it (`make test-all`), or what a change must pass at once (`make test`)."""
 
 import itertools
 import os
 
 import pytest
 
-ALL = os.environ.get("PREJIT_TEST_ALL") == "1"
-"""Whether this run has all cases."""
+ALL = os.environ.get("PREJIT_TEST_ALL") == "1"  # whether this run has all cases
 
 
 def cases(sample, others):
@@ -20,10 +14,7 @@ def cases(sample, others):
 
 
 def sampled(values, is_sampled):
-    """Return all values as cases of a test; those that are not sampled run in `make test-all` alone.
-
-    A tuple has the values of several parameters.
-    """
+    """Return all values as cases of a test; those that are not sampled run in `make test-all` alone."""
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),

@@ -1,12 +1,8 @@
-"""An API server of Kubernetes in this process, with as much as Helm needs to install a chart.
-
-It keeps what clients create and checks nothing: tests compare that with the published schemas.
-"""
+"""An API server of Kubernetes in this process, with as much as Helm needs to install a chart."""
 
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from tests.http_serving import QuietHandler, serving
@@ -27,21 +23,7 @@ current-context: fake
 """
 
 
-@dataclass
-class FakeKubernetes:
-    """What clients created.
-
-    Attributes:
-        kubeconfig: YAML that leads clients here.
-        objects: what they created as JSON, by its path. Helm keeps its releases as protobuf.
-    """
-
-    kubeconfig: str = ""
-    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
 def _discovery():
-    """Return the documents that describe the API, by their paths."""
     groups = []
     found = {
         "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
@@ -67,8 +49,7 @@ def _discovery():
 
 @contextmanager
 def fake_kubernetes():
-    """Run one at a free port."""
-    api = FakeKubernetes()
+    api = SimpleNamespace(kubeconfig="", objects={})  # what clients created, by its path
     known = _discovery()
 
     class Handler(QuietHandler):

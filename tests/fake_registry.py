@@ -1,13 +1,11 @@
 """A small OCI registry that keeps the specification's rules, and breaks transfers as it is told to."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,49 +21,34 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 @dataclass
 class FakeRegistry:
-    """What a registry holds, and how it behaves.
+    """What a registry holds, and how it behaves."""
 
-    Attributes:
-        blobs: contents by repository and digest.
-        manifests: contents by repository and tag or digest.
-        user: `name:password` that its token service wants; None: nobody needs to log in.
-        is_basic: whether the user is asked for without a token service.
-        has_referrers: whether it knows the referrers API. If not, clients keep tags instead of it.
-        has_tag_deletion: whether it deletes tags.
-        fault: called with the method and the path of each request; what it returns happens instead of the
-            right answer: a status, a status with headers, `cut` (half of the answer), `stall`, `wrong`
-            (other bytes), `hang up` (before the body of the request is read), a URL to redirect to, or a
-            function that answers: it gets the handler, the right content (None: there is none) and the
-            first byte that is asked for. Or before the right answer: seconds, a float, or an event, which
-            holds back half of it until it is set. None: nothing.
-        files: contents by path, for a static web server beside the registry.
-        seen: method and path of each request, with its authorization.
-        sent: bytes of blobs and files that were sent, by path.
-        connections, connected: how many are open, and how many were opened so far.
-        host: `host:port`.
-    """
-
-    blobs: dict[tuple[str, str], bytes] = field(default_factory=dict)
-    manifests: dict[tuple[str, str], bytes] = field(default_factory=dict)
-    user: str | None = None
-    is_basic: bool = False
-    has_referrers: bool = True
+    blobs: dict[tuple[str, str], bytes] = field(default_factory=dict)  # by repository and digest
+    manifests: dict[tuple[str, str], bytes] = field(default_factory=dict)  # ... and tag or digest
+    user: str | None = None  # `name:password` that its token service wants
+    is_basic: bool = False  # the user is asked for without a token service
+    has_referrers: bool = True  # if not, clients keep tags instead of this API
     has_tag_deletion: bool = True
+    # Called with the method and the path of each request; it returns what happens instead of the answer:
+    # a status, a status with headers, `cut` (half of the answer), `stall`, `wrong` (other bytes), `hang up`
+    # (before the body of the request is read), a URL to redirect to, or a function that answers: it gets the
+    # handler, the right content (None: there is none) and the first byte that is asked for. Or before the
+    # right answer: seconds, a float, or an event, which holds back half of it until it is set. None: nothing.
     fault: Callable[[str, str], Any] = lambda method, path: None
-    files: dict[str, bytes] = field(default_factory=dict)
-    seen: list[tuple[str, str, str]] = field(default_factory=list)
-    sent: Counter[str] = field(default_factory=Counter)
+    files: dict[str, bytes] = field(default_factory=dict)  # of a static web server beside it
+    seen: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, authorization
+    sent: Counter[str] = field(default_factory=Counter)  # bytes of blobs and files, by path
     connections: int = 0
-    connected: int = 0
+    connected: int = 0  # connections that were opened so far
     host: str = ""
 
-    def count(self, method: str, part: str) -> int:
+    def count(self, method, part):
         """Return how many requests of a method had a path with a part."""
         return sum(each[0] == method and part in each[1] for each in self.seen)
 
 
 @contextmanager
-def fake_registry(**behaviour: Any) -> Iterator[FakeRegistry]:
+def fake_registry(**behaviour):
     """Serve a registry on a free port of this machine."""
     state = FakeRegistry(**behaviour)
 
@@ -83,71 +66,53 @@ class _RegistryHandler(QuietHandler):
     disable_nagle_algorithm = True  # else a body waits 40 ms behind its headers
     registry: FakeRegistry
 
-    def handle(self) -> None:
-        self.count_connection(1)
+    def handle(self):
+        with _counting:
+            self.registry.connections += 1
+            self.registry.connected += 1
         try:
             super().handle()
         finally:
-            self.count_connection(-1)
+            with _counting:
+                self.registry.connections -= 1
 
-    def count_connection(self, one: int) -> None:
-        with _counting:
-            self.registry.connections += one
-            self.registry.connected += max(0, one)
-
-    def finish(self) -> None:
+    def finish(self):
         with suppress(BrokenPipeError, ConnectionResetError):
             super().finish()
 
-    def answer(self) -> None:
-        """Answer any request."""
+    def answer(self):
         state, method = self.registry, self.command
-        state.seen.append((method, self.path, self.headers.get("authorization", "")))
+        login = self.headers.get("authorization", "")
+        state.seen.append((method, self.path, login))
         parts = urlsplit(self.path)
         fault = None if parts.path == "/token" else state.fault(method, self.path)
         if fault == "hang up":
             self.close_connection = True
             return
-        body = b""
-        if "chunked" not in self.headers.get("transfer-encoding", ""):
-            body = self.content()
+        is_chunked = "chunked" in self.headers.get("transfer-encoding", "")
+        body = b"" if is_chunked else self.content()
         if isinstance(fault, float):
             time.sleep(fault)
             fault = None
+        basic = f"Basic {base64.b64encode((state.user or '').encode()).decode()}"
+        right = basic if state.is_basic else "Bearer right"
         if parts.path == "/token":
-            self.token()
+            self.reply(*((200, b'{"token": "right"}') if login == basic else (401,)))
         elif isinstance(fault, int):
             self.reply(fault)
         elif isinstance(fault, tuple):
             self.reply(fault[0], **fault[1])
         elif isinstance(fault, str) and "://" in fault:
             self.reply(307, location=fault)
-        elif (
-            state.user and "/v2/" in self.path and self.headers.get("authorization") != self.right()
-        ):
+        elif state.user and "/v2/" in self.path and login != right:
             token = f'Bearer realm="http://{state.host}/token",service="s",scope="x"'
-            asked = 'Basic realm="registry"' if state.is_basic else token
-            self.reply(401, www_authenticate=asked)
+            self.reply(401, www_authenticate='Basic realm="registry"' if state.is_basic else token)
         else:
             self.act(method, parts.path, parse_qs(parts.query), body, fault)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
-    def right(self) -> str:
-        return self.basic() if self.registry.is_basic else "Bearer right"
-
-    def basic(self) -> str:
-        return f"Basic {base64.b64encode((self.registry.user or '').encode()).decode()}"
-
-    def token(self) -> None:
-        if self.headers.get("authorization") == self.basic():
-            self.reply(200, b'{"token": "right"}')
-        else:
-            self.reply(401)
-
-    def act(
-        self, method: str, path: str, query: dict[str, list[str]], body: bytes, fault: Any
-    ) -> None:
+    def act(self, method, path, query, body, fault):
         state = self.registry
         if not path.startswith("/v2/"):
             self.send(state.files.get(path), fault)
@@ -162,9 +127,11 @@ class _RegistryHandler(QuietHandler):
             gone = state.has_tag_deletion and state.manifests.pop((name, rest), b"")
             self.reply(202 if gone else 404 if state.has_tag_deletion else 405)
         elif kind == "manifests":
-            content = state.manifests.get((name, rest))
-            kind, digest = _media_type(content or b""), digest_of(content or b"")
-            self.send(content, fault, content_type=kind, docker_content_digest=digest)
+            content, media_type = state.manifests.get((name, rest)), MANIFEST
+            with suppress(ValueError, KeyError):  # a test has damaged it
+                media_type = str(json.loads(content or b"")["mediaType"])
+            digest = digest_of(content or b"")
+            self.send(content, fault, content_type=media_type, docker_content_digest=digest)
         elif kind == "blobs":
             self.send(state.blobs.get((name, rest)), fault)
         elif kind == "referrers" and state.has_referrers:
@@ -176,17 +143,17 @@ class _RegistryHandler(QuietHandler):
         else:
             self.reply(404)
 
-    def send(self, content: bytes | None, fault: Any, **headers: str) -> None:
+    def send(self, content, fault, **headers):
         asked = self.headers.get("range", "").removeprefix("bytes=").partition("-")[0]
+        start, status = int(asked or 0), 206 if asked else 200
         if callable(fault):
-            fault(self, content, int(asked or 0))
+            fault(self, content, start)
             return
         if content is None:
             self.reply(404, b'{"errors":[{"code":"NAME_UNKNOWN","message":"unknown"}]}')
             return
         if fault == "wrong":
             content = bytes(len(content) - 1) + b"x"
-        start, status = int(asked or 0), 206 if asked else 200
         part = content[start:]
         if asked:
             headers["content_range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
@@ -206,68 +173,48 @@ class _RegistryHandler(QuietHandler):
             self.registry.sent[self.path] += len(part)
         self.reply(status, part, **headers)
 
-    def write(self, part: bytes) -> None:
-        """Send a part of a blob or a file."""
+    def write(self, part):
         self.wfile.write(part)
         self.registry.sent[self.path] += len(part)
 
-    def upload(self, method: str, name: str, query: dict[str, list[str]], body: bytes) -> None:
-        state = self.registry
+    def upload(self, method, name, query, body):
+        blobs = self.registry.blobs
         if method == "POST":
             mounted = query.get("mount", [""])[0]
-            there = state.blobs.get((query.get("from", [""])[0], mounted))
-            if there is not None:
-                state.blobs[name, mounted] = there
-                self.reply(201)
-            else:
+            there = blobs.get((query.get("from", [""])[0], mounted))
+            if there is None:
                 self.reply(202, location=f"/v2/{name}/blobs/uploads/1?state=x")
+                return
+            blobs[name, mounted] = there
+            self.reply(201)
         elif method == "PUT":
             [digest] = query.get("digest", [""])
             if digest_of(body) != digest:
                 self.reply(400, b'{"errors":[{"code":"DIGEST_INVALID"}]}')
                 return
-            state.blobs[name, digest] = body
+            blobs[name, digest] = body
             self.reply(201)
         else:
             self.reply(204)
 
-    def put_manifest(self, name: str, tag: str, body: bytes) -> None:
-        state, plain, headers = self.registry, json.loads(body), dict[str, str]()
-        needed = [
-            ("blobs", at) for at in [*filter(None, [plain.get("config")]), *plain.get("layers", ())]
-        ]
-        needed += [("manifests", at) for at in plain.get("manifests", ())]
-        for kind, at in needed:
-            held: dict[tuple[str, str], bytes] = getattr(state, kind)
-            if (name, at["digest"]) not in held:
-                self.reply(400, b'{"errors":[{"code":"MANIFEST_BLOB_UNKNOWN"}]}')
-                return
-        state.manifests[name, digest_of(body)] = body
-        state.manifests[name, tag] = body
-        if "subject" in plain and state.has_referrers:
-            headers["oci_subject"] = plain["subject"]["digest"]
-        self.reply(201, **headers)
+    def put_manifest(self, name, tag, body):
+        state, plain = self.registry, json.loads(body)
+        blobs = [*filter(None, [plain.get("config")]), *plain.get("layers", ())]
+        needed = [(state.blobs, at) for at in blobs]
+        needed += [(state.manifests, at) for at in plain.get("manifests", ())]
+        if any((name, at["digest"]) not in held for held, at in needed):
+            self.reply(400, b'{"errors":[{"code":"MANIFEST_BLOB_UNKNOWN"}]}')
+            return
+        state.manifests[name, digest_of(body)] = state.manifests[name, tag] = body
+        has_subject = "subject" in plain and state.has_referrers
+        self.reply(201, **({"oci_subject": plain["subject"]["digest"]} if has_subject else {}))
 
 
-def referrers_index(state: FakeRegistry, name: str, digest: str) -> bytes:
-    """Return the index of what refers to a digest."""
+def referrers_index(state, name, digest):
     found = []
     for (at, tag), content in list(state.manifests.items()):
         plain = json.loads(content)
         if at == name and ":" in tag and plain.get("subject", {}).get("digest") == digest:
-            found.append(
-                {
-                    "mediaType": MANIFEST,
-                    "digest": tag,
-                    "size": len(content),
-                    "artifactType": plain.get("artifactType"),
-                }
-            )
+            entry = {"mediaType": MANIFEST, "digest": tag, "size": len(content)}
+            found.append({**entry, "artifactType": plain.get("artifactType")})
     return json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": found}).encode()
-
-
-def _media_type(content: bytes) -> str:
-    try:
-        return str(json.loads(content)["mediaType"])
-    except (ValueError, KeyError):  # a test has damaged it
-        return MANIFEST

@@ -1,8 +1,4 @@
-"""A sigstore of our own: a CA, a log of certificates and a log of signatures, with keys made for the test.
-
-It signs without a network, or answers as Fulcio and Rekor do over HTTP. Formats: RFC 6962 for the time stamp
-in a certificate and for the tree, Rekor's API v1, and sigstore's trusted_root.json.
-"""
+"""A sigstore of our own: a CA, a log of certificates and a log of signatures, with keys made for the test."""
 
 import base64
 import contextlib
@@ -35,7 +31,6 @@ def b64(content):
 
 
 def pem(certificate):
-    """Return a certificate in PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
@@ -64,33 +59,26 @@ class FakeSigstore:
         self._late_seconds = 0.0
         self._ca, self._ct, self._rekor = _key(), _key(), _key()
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fake sigstore")])
-        public = self._ca.public_key()
-        start, end = (datetime(year, 1, 1, tzinfo=UTC) for year in (2020, 2090))
-        authority = x509.BasicConstraints(ca=True, path_length=0)
-        self._root = _builder(
-            *(name, name, public, 1, start, end),
-            critical=[authority, _usage(key_cert_sign=True)],
-        ).sign(self._ca, _HASH)
+        years = (datetime(year, 1, 1, tzinfo=UTC) for year in (2020, 2090))
+        critical = [x509.BasicConstraints(ca=True, path_length=0), _usage(key_cert_sign=True)]
+        builder = _builder(name, name, self._ca.public_key(), 1, *years, critical=critical)
+        self._root = builder.sign(self._ca, _HASH)
 
     def trusted_root(self):
+        authority = {
+            "subject": {"organization": "fake", "commonName": "fake"},
+            "uri": "http://fulcio.invalid",
+            "certChain": {"certificates": [_raw(self._root)]},
+            "validFor": {"start": _START},
+        }
         return {
             "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
-            "tlogs": [_log(self._rekor)],
-            "ctlogs": [_log(self._ct)],
-            "certificateAuthorities": [
-                {
-                    "subject": {"organization": "fake", "commonName": "fake"},
-                    "uri": "http://fulcio.invalid",
-                    "certChain": {"certificates": [_raw(self._root)]},
-                    "validFor": {"start": _START},
-                }
-            ],
-            "timestampAuthorities": [],
+            **{"tlogs": [_log(self._rekor)], "ctlogs": [_log(self._ct)]},
+            **{"certificateAuthorities": [authority], "timestampAuthorities": []},
         }
 
     @property
     def now(self):
-        """What its clock shows, in seconds since the epoch."""
         return time.time() + self._late_seconds
 
     def certificate(self, public, identity, issuer, *, stamped=True):
@@ -140,18 +128,11 @@ class FakeSigstore:
         root = hashlib.sha256(b"\x01" + before + leaf).digest()
         note = f"rekor.invalid - 1\n2\n{b64(root)}\n"
         signature = _log_id(self._rekor)[:4] + self._rekor.sign(note.encode(), _SHA256)
-        found = {
-            "body": b64(body.encode()),
-            "integratedTime": int(self.now),
-            "logID": _log_id(self._rekor).hex(),
-            "logIndex": 1,
-        }
+        found = {"body": b64(body.encode()), "integratedTime": int(self.now)}
+        found |= {"logID": _log_id(self._rekor).hex(), "logIndex": 1}
         promised = json.dumps(found, sort_keys=True, separators=(",", ":")).encode()
         proof = {
-            "logIndex": 1,
-            "treeSize": 2,
-            "rootHash": root.hex(),
-            "hashes": [before.hex()],
+            **{"logIndex": 1, "treeSize": 2, "rootHash": root.hex(), "hashes": [before.hex()]},
             "checkpoint": f"{note}\n\u2014 rekor.invalid {b64(signature)}\n",
         }
         promise = b64(self._rekor.sign(promised, _SHA256))
@@ -167,18 +148,11 @@ class FakeSigstore:
         late_seconds=0,
         payload_type=STATEMENT_MEDIA_TYPE,
     ):
-        """Return a keyless sigstore bundle as plain data.
-
-        The certificate is logged if it is `stamped`, and the signature `late_seconds` after it was made.
-        """
         key = _key()
         certificate = self.certificate(key.public_key(), identity, issuer, stamped=stamped)
         signature = key.sign(pae(payload, payload_type), _SHA256)
-        envelope = {
-            "payload": b64(payload),
-            "payloadType": payload_type,
-            "signatures": [{"sig": b64(signature)}],
-        }
+        envelope = {"payload": b64(payload), "payloadType": payload_type}
+        envelope["signatures"] = [{"sig": b64(signature)}]
         self._late_seconds = late_seconds
         entry = self.log(envelope, pem(certificate))
         self._late_seconds = 0.0
@@ -191,9 +165,8 @@ class FakeSigstore:
             "integratedTime": str(entry["integratedTime"]),
             "inclusionPromise": promise,
             "inclusionProof": {
-                "logIndex": str(proof["logIndex"]),
+                **{name: str(proof[name]) for name in ("logIndex", "treeSize")},
                 "rootHash": b64(bytes.fromhex(proof["rootHash"])),
-                "treeSize": str(proof["treeSize"]),
                 "hashes": [b64(bytes.fromhex(each)) for each in proof["hashes"]],
                 "checkpoint": {"envelope": proof["checkpoint"]},
             },
@@ -220,12 +193,8 @@ def client_config(url, trusted_root):
         "trustedRoot": trusted_root,
         "signingConfig": {
             "mediaType": "application/vnd.dev.sigstore.signingconfig.v0.2+json",
-            "caUrls": [service],
-            "oidcUrls": [],
-            "rekorTlogUrls": [service],
-            "rekorTlogConfig": {"selector": "ANY"},
-            "tsaUrls": [],
-            "tsaConfig": {"selector": "ANY"},
+            **{"caUrls": [service], "oidcUrls": [], "rekorTlogUrls": [service], "tsaUrls": []},
+            **{"rekorTlogConfig": {"selector": "ANY"}, "tsaConfig": {"selector": "ANY"}},
         },
     }
 
@@ -240,8 +209,6 @@ def token(*, identity=IDENTITY, issuer=ISSUER, audience="sigstore", seconds=600)
 
 
 class _Handler(QuietHandler):
-    """Fulcio's `signingCert` and Rekor's `entries`."""
-
     sigstore: FakeSigstore
 
     def do_POST(self):

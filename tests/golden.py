@@ -17,14 +17,12 @@ def with_answers(tmp_path_factory):
 
         at = tmp_path_factory.mktemp("answers")
         (at / "weights").write_bytes(recipe.content(WEIGHTS_MEDIA_TYPE))
-        filed = recipe.layered(
-            lambda layers: tuple(
-                dataclasses.replace(layer, content=at / "weights")
-                if layer.media_type == WEIGHTS_MEDIA_TYPE
-                else layer
-                for layer in layers
-            )
-        )
+
+        def with_file(layer):
+            is_weights = layer.media_type == WEIGHTS_MEDIA_TYPE
+            return dataclasses.replace(layer, content=at / "weights") if is_weights else layer
+
+        filed = recipe.layered(lambda layers: tuple(map(with_file, layers)))
         store = DirectoryStore.open(at / "cache")
         targets = with_golden_answers(filed.targets, store, Quiet(), 300)
         return dataclasses.replace(recipe, targets=targets)
@@ -39,13 +37,7 @@ def answering(recipe, with_answers):
 
 
 def forged(right, other, *layers):
-    """The programs and golden answers of one recipe, with layers of another, every digest set right.
-
-    Args:
-        right: has the golden answers.
-        other: has the same programs by name, which compute something else.
-        layers: `executable`, `portable`, `weights`.
-    """
+    """The programs and golden answers of one recipe, with layers of another, every digest set right."""
     from prejit.runtime.format import names
 
     of = {
@@ -59,11 +51,8 @@ def forged(right, other, *layers):
         known = {program.name: program for program in from_.config.programs}
         programs = []
         for program in target.config.programs:
-            changes = {
-                name: getattr(known[program.name], name)
-                for name in layers
-                if name in ("executable", "portable")
-            }
+            names_of = {"executable", "portable"} & {*layers}
+            changes = {name: getattr(known[program.name], name) for name in names_of}
             programs.append(dataclasses.replace(program, **changes))
         config = dataclasses.replace(target.config, programs=tuple(programs))
         kept = [layer for layer in target.layers if layer.media_type not in media_types]

@@ -1,11 +1,4 @@
-"""Measure how memory grows: generated tokens, then sessions, in this process.
-
-    python growing_memory.py BUNDLE TOKENS SESSIONS
-
-Requests of all kinds join and leave the slots of a batch. Sessions have two turns and are closed, dropped, or
-left in the middle of a stream. Memory is private memory (Private_Clean and Private_Dirty of
-/proc/self/smaps_rollup), measured after each tenth of the work. Prints JSON.
-"""
+"""Measure how memory grows: generated tokens, then sessions, in this process."""
 
 import gc
 import json
@@ -25,7 +18,6 @@ SAMPLINGS = (
 
 
 def private_bytes():
-    """Return the private memory of this process in bytes."""
     gc.collect()
     rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in rollup[1:])
@@ -33,11 +25,7 @@ def private_bytes():
 
 
 def measured(work, total):
-    """Do so much work, which yields how much is done.
-
-    Returns:
-        `done`, `bytes` after each tenth, and `grown_bytes` from the first of them to the last.
-    """
+    """Do so much work, which yields how much is done."""
     done, points = 0, list[int]()
     for done in work:
         if done >= total * (len(points) + 1) / POINTS:
@@ -55,16 +43,13 @@ def tokens(bundle, pick):
     while True:
         while batch.free:
             prompt = [pick.randrange(vocab) for _ in range(pick.randrange(1, context // 2))]
-            batch.insert(
-                Request(
-                    prompt * pick.choice((1, 1, 2)),
-                    pick.choice(SAMPLINGS),
-                    max_new_tokens=pick.randrange(1, context // 2),
-                    stop_token_ids=(),
-                    logprobs=pick.choice((None, None, None, 2)),
-                    prompt_lookup=pick.random() < 0.3,
-                )
-            )
+            options = {
+                **{"max_new_tokens": pick.randrange(1, context // 2), "stop_token_ids": ()},
+                **{"logprobs": pick.choice((None, None, None, 2))},
+                **{"prompt_lookup": pick.random() < 0.3},
+            }
+            repeated = prompt * pick.choice((1, 1, 2))
+            batch.insert(Request(repeated, pick.choice(SAMPLINGS), **options))
         given = batch.step()
         count += sum(token.token_id is not None for token in given)
         if pick.random() < 0.002:
@@ -96,7 +81,6 @@ def sessions(bundle, pick):
 
 
 def run(path, token_count, session_count):
-    """Measure tokens, then sessions, in this process."""
     bundle = load(path, on_mismatch="error")
     bundle.prepare()
     return {

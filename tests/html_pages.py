@@ -2,8 +2,7 @@
 
 import html.parser
 
-EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
-"""A name that must stay text."""
+EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"  # a name that must stay text
 _VOID = ("meta", "input", "br")
 
 

@@ -10,8 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Answers requests, and prints nothing."""
-
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args: object) -> None:
@@ -24,7 +22,6 @@ class QuietHandler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def content(self) -> bytes:
-        """Return the body of the request."""
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
     def reply(self, status: int, content: bytes = b"", /, **headers: str) -> None:

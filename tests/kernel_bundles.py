@@ -11,8 +11,7 @@ import pytest
 
 from .recipes import Recipe, export, framed, packed_in_memory
 
-TOY_KERNELS = Path(__file__).parent / "toy_kernels"
-"""Sources of two kernels: `scale` and `root`."""
+TOY_KERNELS = Path(__file__).parent / "toy_kernels"  # sources of two kernels: `scale` and `root`
 
 
 @pytest.fixture(scope="session")
@@ -63,17 +62,12 @@ def kernel_recipe(toy_library, tmp_path_factory):
         "cpu", os.uname().machine, tuple(sorted(features)), version("jaxlib"), glibc=library.glibc
     )
     config = Config(
-        format=names.FORMAT_VERSION,
-        bundle="kernels",
-        target="cpu-host",
+        **{"format": names.FORMAT_VERSION, "bundle": "kernels", "target": "cpu-host"},
         requirement=needs,
         versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
         programs=(
             ProgramEntry(
-                name="scale",
-                kind="call",
-                bucket={},
-                key=digest_of(b"scale"),
+                **{"name": "scale", "kind": "call", "bucket": {}, "key": digest_of(b"scale")},
                 arguments=(str(Array(("x",), "float32", (5,))),),
                 results=(str(Array((), "float32", (5,))),),
                 executable=segments["scale"],
@@ -97,7 +91,6 @@ def kernel_recipe(toy_library, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def with_kernels(build_cache):
-    """Forms with kernels, for this machine."""
     return registered_forms(build_cache)
 
 

@@ -7,24 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-GOLDEN = Path(__file__).parent / "format" / "v1"
-"""Bundles of the first version of the format."""
+GOLDEN = Path(__file__).parent / "format" / "v1"  # bundles of the first version of the format
 INDEX = "application/vnd.oci.image.index.v1+json"
 
 
 def blob(path: Path, digest: str) -> Path:
-    """The file of a blob."""
     return path / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
 
 def index_file(path: Path) -> Path:
-    """The file of a bundle's index."""
     root = json.loads((path / "index.json").read_bytes())
     return blob(path, next(at["digest"] for at in root["manifests"] if at["mediaType"] == INDEX))
 
 
 def index_of(path: Path) -> Any:
-    """A bundle's index as plain data."""
     return json.loads(index_file(path).read_bytes())
 
 
@@ -91,10 +87,7 @@ def write_root(path: Path, entries: list[Any]) -> None:
 
 
 def copy_with_layers(golden: Path, path: Path, contents: Mapping[str, bytes]) -> Path:
-    """Write a bundle of the last target of another, whose layers of some media types have these bytes.
-
-    It is valid as far as its digests go: no program of it runs.
-    """
+    """Write a bundle of the last target of another, whose layers of some media types have these bytes."""
     from prejit.runtime.base.files import digest_of
 
     index, held, kept = index_of(golden), blobs_of(golden), dict[str, bytes | Path]()

@@ -15,8 +15,7 @@ WORDS = (
 )
 """Tokens of several bytes: some end or begin in the middle of a part of JSON, or of a character."""
 SPECIAL = ("<s>", "</s>", "[CALL]")
-PADDED = 5
-"""Logits for which the tokenizer has no token."""
+PADDED = 5  # logits for which the tokenizer has no token
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -36,21 +35,12 @@ def tokenizer_json():
         }
         for place, content in enumerate(SPECIAL)
     ]
+    of_bytes = {"type": "ByteLevel", "add_prefix_space": False}
+    of_bytes |= {"trim_offsets": True, "use_regex": True}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {
-            **{"type": "ByteLevel", "add_prefix_space": False},
-            **{"trim_offsets": True, "use_regex": True},
-        },
-        "post_processor": None,
-        "decoder": {
-            **{"type": "ByteLevel", "add_prefix_space": False},
-            **{"trim_offsets": True, "use_regex": True},
-        },
+        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},
+        **{"normalizer": None, "pre_tokenizer": of_bytes, "post_processor": None},
+        "decoder": of_bytes,
         "model": {
             "type": "BPE",
             "vocab": {token: place for place, token in enumerate(tokens)},
@@ -78,7 +68,8 @@ def write_lettered(directory, *, template=True, **sizes):
 def lettered_dir(build_cache, warm, once):
     """A bundle of that model: contexts up to 512, batches of 1 and 3."""
     buckets = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
-    made = once(
-        "lettered", lambda at: build(warm, write_lettered(at / "model"), at, build_cache, **buckets)
-    )
-    return made / "decoder"
+
+    def make(at):
+        build(warm, write_lettered(at / "model"), at, build_cache, **buckets)
+
+    return once("lettered", make) / "decoder"

@@ -36,9 +36,7 @@ def encoder_manifest(path, encode, *, source="model", model=""):
 
 def functions_manifest(path, programs, targets=("cpu-host",), more=""):
     """Write a manifest of functions: by name, the keys of each with `; ` between them."""
-    sections = [
-        f"[[program]]\nname = {json.dumps(name)}\n{keys}\n" for name, keys in programs.items()
-    ]
+    sections = [f"[[program]]\nname = {json.dumps(at)}\n{keys}\n" for at, keys in programs.items()]
     sections += [f"[[target]]\nname = {json.dumps(name)}\n" for name in targets]
     text = "".join(sections).replace("; ", "\n")
     path.write_text(f"[bundle]\nname = {json.dumps(path.stem)}\n{more}{text}")

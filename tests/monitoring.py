@@ -17,10 +17,8 @@ DASHBOARDS = {
 
 
 def panels(dashboard):
-    """Return the panels of a dashboard that have queries."""
     return [panel for panel in DASHBOARDS[dashboard]["panels"] if panel["type"] != "row"]
 
 
 def queries(panel):
-    """Return the queries of a panel."""
     return [target["expr"] for target in panel["targets"]]

@@ -9,10 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """Makes a directory once for all workers of pytest-xdist: `once("demo", make)` calls `make(path)`.
-
-    Nobody may write into it later. A name stands for all that decides what is made.
-    """
+    """Makes a directory once for all workers of pytest-xdist: `once("demo", make)` calls `make(path)`."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made-once"
     shared.mkdir(exist_ok=True)

@@ -1,9 +1,4 @@
-"""A plugin of pytest for the second interpreter: it runs what can differ there, in a few minutes.
-
-An older Python, jax and jaxlib can change what touches them: private interfaces, dispatch, tracing, compiled
-programs and their loading, and the standard library's own errors. Everything else runs on the first
-interpreter alone. `make test-other-all` runs all unit, parity and format tests on the second one, too.
-"""
+"""A plugin of pytest for the second interpreter: it runs what can differ there, in a few minutes."""
 
 from pathlib import Path
 
@@ -35,7 +30,6 @@ CHOSEN = {
     "unit/runtime/test_call.py": "arrays in and out",
     "unit/runtime/test_fallback.py": "portable programs that this jaxlib compiles",
 }
-"""Files and directories of tests, and what can differ."""
 RANDOM = {"test_whatever_is_passed_gives_a_result_or_an_error_of_prejit"}
 """Long tests of random values. Their files have tests with chosen values, which run."""
 TESTS = Path(__file__).parent
@@ -50,9 +44,8 @@ def pytest_configure():
 
 def pytest_ignore_collect(collection_path):
     """Leave out files that are not chosen, before they are imported."""
-    chosen = any(
-        collection_path.is_relative_to(p) or p.is_relative_to(collection_path) for p in _PATHS
-    )
+    at = collection_path
+    chosen = any(at.is_relative_to(p) or p.is_relative_to(at) for p in _PATHS)
     return None if chosen else True
 
 

@@ -1,8 +1,4 @@
-"""One small decoder as users of flax, equinox and plain Python write it, without prejit.
-
-The tests import it, and copy it beside a manifest. Its weights are NumPy's: to draw them by jax takes longer
-than all else that these decoders compile.
-"""
+"""One small decoder as users of flax, equinox and plain Python write it, without prejit."""
 
 from types import SimpleNamespace
 from typing import Any

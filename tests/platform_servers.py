@@ -21,20 +21,14 @@ from .waiting import wait_for
 
 @dataclass(frozen=True)
 class PlatformServer:
-    """How to start a server.
+    """How to start a server."""
 
-    Attributes:
-        package: the package that has it.
-        command: writes its files for bundles, by the name of their only program, into a directory, and
-            returns the command for a port of HTTP and one of gRPC.
-        environ: its environment variables.
-        protocol: the module of tritonclient that sends it tensors as bytes.
-    """
-
-    package: str
+    package: str  # that has it
+    # Writes its files for bundles, by the name of their only program, into a directory, and returns the
+    # command for a port of HTTP and one of gRPC.
     command: Callable[[Mapping[str, Path], Path, int, int], list[str]]
     environ: Callable[[Path], dict[str, str]] = field(default=lambda directory: {})
-    protocol: str = "http"
+    protocol: str = "http"  # the module of tritonclient that sends it tensors as bytes
 
     @property
     def is_here(self):
@@ -48,14 +42,8 @@ class PlatformServer:
         environ = {**os.environ, **self.environ(directory)}
         log = directory / "log"
         with open(log, "wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=directory,
-                env=environ,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            options = {"cwd": directory, "env": environ, "stdout": output, "stderr": output}
+            process = subprocess.Popen(command, start_new_session=True, **options)
         try:
             for name in bundles:
                 url = f"http://127.0.0.1:{port}/v2/models/{name}/ready"
@@ -139,10 +127,6 @@ def _bento_command(bundles, directory, port, grpc_port):
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def _bento_environ(directory):
-    return {"BENTOML_HOME": str(directory / "home"), "BENTOML_DO_NOT_TRACK": "1"}
-
-
 def _mlserver_command(bundles, directory, port, grpc_port):
     for name, bundle in bundles.items():
         (directory / "models" / name).mkdir(parents=True)
@@ -160,6 +144,10 @@ def _mlserver_command(bundles, directory, port, grpc_port):
 
 PLATFORM_SERVERS = {
     "Triton": PlatformServer("pytriton", _triton_command, _triton_environ),
-    "BentoML": PlatformServer("bentoml", _bento_command, _bento_environ),
+    "BentoML": PlatformServer(
+        "bentoml",
+        _bento_command,
+        lambda at: {"BENTOML_HOME": str(at / "home"), "BENTOML_DO_NOT_TRACK": "1"},
+    ),
     "MLServer": PlatformServer("mlserver", _mlserver_command, protocol="grpc"),
 }

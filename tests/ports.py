@@ -11,11 +11,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """Return a free port of this machine, which no connection gets by chance until it is bound.
-
-    The system gives the ports of its own range to connections and to whoever binds port 0, so that one of
-    them may be taken between the choice and the bind. This one is below that range.
-    """
+    """Return a free port of this machine, which no connection gets by chance until it is bound."""
     above = int(_EPHEMERAL.read_text().split()[0])
     for port in random.SystemRandom().sample(range(max(1024, above - 10_000), above), 100):
         with suppress(OSError), socket.socket() as free:

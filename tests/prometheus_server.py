@@ -36,12 +36,6 @@ def faster(text):
 
 
 class Prometheus:
-    """A Prometheus that scrapes servers of this machine.
-
-    Attributes:
-        runbooks: the directory that the alerts' annotations lead to.
-    """
-
     def __init__(self, directory, ports):
         """Start it in a directory. Skip the test where Prometheus is not installed."""
         program = shutil.which("prometheus")
@@ -81,7 +75,6 @@ class Prometheus:
         return sum(float(each["value"][1]) for each in self._get("query", query=query)["result"])
 
     def firing(self):
-        """Return the names of the alerts that fire now."""
         return {a["labels"]["alertname"] for a in self._alerts() if a["state"] == "firing"}
 
     def _alerts(self):
@@ -108,18 +101,10 @@ class Prometheus:
         return took
 
     def wait_for_end(self, name, seconds=120):
-        """Wait until an alert fires no more."""
         wait_for(lambda: name not in self.firing(), seconds, f"{name} still fires")
 
     def follow(self, alert, command, *, env=None, **words):
-        """Run a command that an alert's runbook gives.
-
-        Args:
-            alert: the name of the alert.
-            command: as the runbook has it, to the letter.
-            env: more variables of its environment.
-            words: what stands for words of the command that are in capitals.
-        """
+        """Run a command that an alert's runbook gives."""
         page = (self.runbooks / f"{alert}.md").read_text()
         assert command in page, f"{alert}.md has no command {command}"
         for word, value in words.items():

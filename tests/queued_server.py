@@ -1,11 +1,4 @@
-"""A server of OpenAI's API whose speed is known exactly: some workers, each with one request at a time.
-
-    python -m tests.queued_server --workers 4 --service-ms 40 --pause 5 1
-
-It prints its port. Every text takes `--service-ms`, in which its tokens come one after the other. The queue
-is computed, not slept: a machine that wakes it late does not make it slower. With `--pause AT SECONDS` all
-workers stand still once, so many seconds after the first text.
-"""
+"""A server of OpenAI's API whose speed is known exactly: some workers, each with one request at a time."""
 
 import argparse
 import asyncio
@@ -21,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 
 @contextmanager
 def queued_server(*options):
-    """Run the server in a process of its own, and give its URL."""
     command = [sys.executable, "-m", "tests.queued_server", *map(str, options)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -31,8 +23,6 @@ def queued_server(*options):
 
 
 class Queue:
-    """The workers, and when they are free."""
-
     def __init__(self, workers, service, pause):
         self._free = [0.0] * workers
         self._service = service

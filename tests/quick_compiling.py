@@ -1,9 +1,4 @@
-"""Settings of XLA with which programs compile in a third of the time and run slower.
-
-The processes of the tests compile with them, and so do the builds that run there and those that are asked to.
-All other processes that tests start compile as users' do: the builds of test_stories.py, test_fleet.py and
-test_forms.py, and whatever falls back to compiling in a process of its own.
-"""
+"""Settings of XLA with which programs compile in a third of the time and run slower."""
 
 import os
 from importlib.metadata import version
@@ -17,14 +12,10 @@ _OPTIONS = {
     **({"xla_cpu_use_fusion_emitters": False} if _IS_OLD else {}),
 }
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in _OPTIONS.items())
-"""The settings as an environment variable."""
 
 
 def compile_quickly():
-    """Give this process these settings, but neither its fingerprint nor the processes that it starts.
-
-    XLA reads the variable once, when its options are first asked for.
-    """
+    """Give this process these settings, but neither its fingerprint nor the processes that it starts."""
     from jaxlib import xla_client
 
     before = os.environ.get("XLA_FLAGS")
@@ -37,10 +28,7 @@ def compile_quickly():
 
 
 def build_quickly():
-    """Have the builds that run in this process compile with these settings, with one worker each.
-
-    A second worker would import jaxlib again, for programs of a tenth of a second.
-    """
+    """Have the builds that run in this process compile with these settings, with one worker each."""
     from prejit.compiler.compile import pool, worker_process
 
     start, open_pool = worker_process.WorkerProcess.__init__, pool.WorkerPool.__init__

@@ -18,8 +18,6 @@ _PATIENCE_SECONDS = 180
 
 
 class Node:
-    """A node: `ray start --block` and all that it starts."""
-
     def __init__(self, environ: dict[str, str], *arguments: str) -> None:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
         command += ["--object-store-memory=80000000"]
@@ -37,7 +35,6 @@ class Node:
         return found
 
     def compiles(self) -> bool:
-        """Return whether a worker that compiles runs there."""
         return any("prejit.compiler.compile.worker" in each for each in self._commands())
 
     def _commands(self) -> list[str]:
@@ -50,24 +47,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster whose head node compiles nothing.
-
-    Attributes:
-        address: for RAY_ADDRESS.
-        environ: environment variables of its nodes.
-        logs: directory of the logs of all nodes. What a process writes is in `worker-...-PID.err`.
-    """
+    """A cluster whose head node compiles nothing."""
 
     address: str
     environ: dict[str, str]
     logs: Path
 
     def wait(self) -> None:
-        """Wait until the head node answers.
-
-        Raises:
-            SystemExit: it does not within three minutes.
-        """
         host, _, port = self.address.partition(":")
         for _ in range(_PATIENCE_SECONDS):
             with suppress(OSError):
@@ -77,26 +63,15 @@ class Cluster:
         raise SystemExit(f"expected a head node at {self.address}, found none")
 
     def join(self) -> Node:
-        """Start a node with one core."""
         return Node(self.environ, f"--address={self.address}", "--num-cpus=1")
 
 
 @contextmanager
 def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluster]:
-    """Run the head node of a cluster.
-
-    Args:
-        directory: the nodes' cache of builds.
-        port: of the head node.
-        client_port: of Ray Client there.
-    """
-    environ = (
-        os.environ
-        | {
-            "PREJIT_CACHE": str(directory),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_agent_register_timeout_ms": "300000",  # nodes of a busy machine end after 30 s without it
-        }
+    """Run the head node of a cluster."""
+    environ = os.environ | {"PREJIT_CACHE": str(directory), "RAY_USAGE_STATS_ENABLED": "0"}
+    environ["RAY_agent_register_timeout_ms"] = (
+        "300000"  # else nodes of a busy machine end after 30 s
     )
     temporary = Path(f"/tmp/r{os.getpid()}")  # short: the path of a socket may have 107 characters
     head = Node(

@@ -1,7 +1,4 @@
-"""A small real bundle in memory, compiled by XLA and packed by the compiler's own packing, and its fixtures.
-
-Nothing is imported here that costs time: jax is imported by the functions that need it.
-"""
+"""A small real bundle in memory, compiled by XLA and packed as the compiler packs, and its fixtures."""
 
 import dataclasses
 import functools
@@ -11,10 +8,11 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,13 +41,7 @@ for at in sys.argv[2:]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A bundle in memory: every digest right, whatever it says. What forging starts from.
-
-    Attributes:
-        targets: as the compiler packs them.
-        name: of the bundle.
-        weights: the values of the weights layer, by tensor.
-    """
+    """A bundle in memory: every digest right, whatever it says. What forging starts from."""
 
     targets: tuple[Any, ...]
     name: str
@@ -73,8 +65,6 @@ class Recipe:
 
     def write_described(self, path):
         """Writes the bundle as a build does, with list of parts and provenance."""
-        from functools import partial
-
         from prejit.compiler.pipeline.layout_writing import write_layout
         from prejit.compiler.pipeline.pack.attaching import attach_descriptions
         from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
@@ -84,20 +74,17 @@ class Recipe:
         index, blobs = assemble(self.name, self.targets, DESCRIPTIONS)
         write_layout(path, index, blobs)
         digest = digest_of(index)
-        attach_descriptions(path, digest, partial(recording_provenance, digest))
+        attach_descriptions(path, digest, functools.partial(recording_provenance, digest))
         return path
 
     def only(self, *targets):
-        """With these targets alone."""
         kept = tuple(target for target in self.targets if target.config.target in targets)
         return dataclasses.replace(self, targets=kept)
 
     def configured(self, change):
-        """With another program table for each target."""
         return self._each(lambda target: dataclasses.replace(target, config=change(target.config)))
 
     def layered(self, change):
-        """With other layers for each target."""
         return self._each(lambda target: dataclasses.replace(target, layers=change(target.layers)))
 
     def _each(self, change):
@@ -115,7 +102,6 @@ class Recipe:
         )
 
     def content(self, media_type):
-        """The bytes of a layer of the first target."""
         found = next(x for x in self.targets[0].layers if x.media_type == media_type)
         return found.content if isinstance(found.content, bytes) else found.content.read_bytes()
 
@@ -152,7 +138,6 @@ def make_recipe(tmp_path_factory, once):
 
 @pytest.fixture(scope="session")
 def recipe(make_recipe):
-    """The recipe of the bundle that most tests read."""
     return make_recipe()
 
 
@@ -179,36 +164,20 @@ def make_example(at):
     return _pack(at, 1.0, "example", _compile(at, (2, 8), ""))
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """A program: its arrays, what it was compiled from, and its executable for each target.
-
-    Attributes:
-        executables: serialized, with the CPU features that they need, by target.
-        memory: what its executable for this machine needs.
-    """
-
-    portable: bytes
-    arguments: Sequence[Any]
-    results: Sequence[Any]
-    executables: Mapping[str, tuple[bytes, frozenset[str]]]
-    memory: Any
-
-
 def _compile(at, buckets, miscompiled):
-    """Lower and compile the programs of a recipe."""
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
 
-    lowered = {f"score/b{size}": _lower_score(size, miscompiled) for size in buckets}
-    lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
+    lowered = _lower(buckets, miscompiled)
     for_v3 = _compile_for_v3(at, {p: portable for p, (portable, _, _) in lowered.items()})
     programs = {}
     for name, (portable, arguments, results) in lowered.items():
         host = compile_portable(portable)
         features = frozenset(declared_features(host.serialized)) - {*NEVER_CHOSEN}
         executables = {"cpu-host": (host.serialized, features), "cpu-x86-64-v3": for_v3[name]}
-        programs[name] = _Compiled(portable, arguments, results, executables, host.memory)
+        arrays = {"arguments": arguments, "results": results}
+        made = {"portable": portable, "executables": executables, "memory": host.memory}
+        programs[name] = SimpleNamespace(**made, **arrays)
     return programs
 
 
@@ -230,9 +199,8 @@ def _pack(at, score_scale, name, programs):
     }
     cache = DirectoryStore.open(at / "cache")
     lowered = {p: x.portable for p, x in programs.items()}
-    portable, portables = packed_in_memory(
-        cache, names.PORTABLE_MEDIA_TYPE, "programs.stablehlo", lowered
-    )
+    kind = names.PORTABLE_MEDIA_TYPE
+    portable, portables = packed_in_memory(cache, kind, "programs.stablehlo", lowered)
     tensors = [
         bundle_files.PackedTensor(tensor, str(value.dtype), value.shape, lambda value=value: value)
         for tensor, value in weights.items()
@@ -248,28 +216,23 @@ def _pack(at, score_scale, name, programs):
     packed = []
     for target in ("cpu-host", "cpu-x86-64-v3"):
         compiled = {p: x.executables[target][0] for p, x in programs.items()}
-        executables, segments = packed_in_memory(
-            cache, names.EXECUTABLES_MEDIA_TYPE, "programs.xla", compiled
-        )
+        kind = names.EXECUTABLES_MEDIA_TYPE
+        executables, segments = packed_in_memory(cache, kind, "programs.xla", compiled)
         needed = frozenset[str]().union(*(x.executables[target][1] for x in programs.values()))
         needs = Requirement("cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib"))
         config = Config(
-            format=names.FORMAT_VERSION,
-            bundle=name,
-            target=target,
+            **{"format": names.FORMAT_VERSION, "bundle": name, "target": target},
             requirement=needs,
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
                 ProgramEntry(
-                    name=program,
-                    kind="call",
+                    **{"name": program, "kind": "call", "memory": made.memory},
                     bucket={"b": int(program[7:])} if program.startswith("score/b") else {},
                     key=digest_of(f"{target} {program}".encode()),
                     arguments=tuple(map(str, made.arguments)),
                     results=tuple(map(str, made.results)),
                     executable=segments[program],
                     portable=portables[program],
-                    memory=made.memory,
                     weights="score" if program.startswith("score/") else None,
                     arguments_tree=tree_of(made.arguments),
                     results_tree=tree_of(made.results),
@@ -311,15 +274,11 @@ def with_trees(program):
     from prejit.runtime.format.arrays import Array
 
     taken, given = ([*map(Array.parse, texts)] for texts in (program.arguments, program.results))
-    if any(_is_no_tree(arrays) for arrays in (taken, given)):
-        return program
+    for paths in ([array.path for array in arrays] for arrays in (taken, given)):
+        inner = {path[:place] for path in paths for place in range(len(path))}
+        if len({*paths}) != len(paths) or not inner.isdisjoint(paths):
+            return program
     return dataclasses.replace(program, arguments_tree=tree_of(taken), results_tree=tree_of(given))
-
-
-def _is_no_tree(arrays):
-    paths = [array.path for array in arrays]
-    inner = {path[:place] for path in paths for place in range(len(path))}
-    return len({*paths}) != len(paths) or not inner.isdisjoint(paths)
 
 
 def tree_of(arrays):
@@ -338,48 +297,53 @@ def tree_of(arrays):
     return json.dumps(nested([array.path for array in arrays]), separators=(",", ":"))
 
 
-def _lower_score(size, miscompiled=""):
+def _score(weights, x, miscompiled):
+    import jax.numpy as jnp
+
+    kernel, bias = weights["kernel"], weights["bias"]
+    match miscompiled:
+        case "operands swapped":
+            return bias - jnp.tanh(x @ kernel)
+        case "rows swapped":
+            return jnp.tanh(x[::-1] @ kernel) + bias
+        case "tanh dropped":
+            return x @ kernel + bias
+        case "bias dropped":
+            return jnp.tanh(x @ kernel) + bias * 0
+        case "one term of the sum dropped":
+            return jnp.tanh(x[:, 1:] @ kernel[1:]) + bias
+        case "bfloat16":
+            rounded = (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
+            return jnp.tanh(rounded) + bias
+    return jnp.tanh(x @ kernel) + bias
+
+
+def _lower(buckets, miscompiled):
+    """Lower the programs of a recipe: by name the portable program, the arguments and the results."""
     import jax
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
     def score(weights, x):
-        kernel, bias = weights["kernel"], weights["bias"]
-        match miscompiled:
-            case "operands swapped":
-                return bias - jnp.tanh(x @ kernel)
-            case "rows swapped":
-                return jnp.tanh(x[::-1] @ kernel) + bias
-            case "tanh dropped":
-                return x @ kernel + bias
-            case "bias dropped":
-                return jnp.tanh(x @ kernel) + bias * 0
-            case "one term of the sum dropped":
-                return jnp.tanh(x[:, 1:] @ kernel[1:]) + bias
-            case "bfloat16":
-                rounded = (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
-                return jnp.tanh(rounded) + bias
-        return jnp.tanh(x @ kernel) + bias
-
-    bias, kernel, x = (
-        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4,), (16, 4), (size, 16))
-    )
-    portable = export(score, {"bias": bias, "kernel": kernel}, x)
-    return portable, [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
-
-
-def _lower_nest():
-    import jax
-    import jax.numpy as jnp
-
-    from prejit.runtime.format.arrays import Array
+        return _score(weights, x, miscompiled)
 
     def nest(tree):
         half, (count, flag) = tree["half"], tree["pair"]
         doubled = jnp.where(flag, half + half, half)
         return {"sums": (doubled, count + 1), "scalar": jnp.asarray(2.5, jnp.float32)}
 
+    def tick():
+        return jnp.asarray(7, jnp.int32)
+
+    def shaped(*shape, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    found = {}
+    for size in buckets:
+        arrays = [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
+        portable = export(score, {"bias": shaped(4), "kernel": shaped(16, 4)}, shaped(size, 16))
+        found[f"score/b{size}"] = portable, *arrays
     arguments = [
         Array(("tree", "half"), "bfloat16", (3,)),
         Array(("tree", "pair", 0), "int32", (2, 2)),
@@ -390,19 +354,12 @@ def _lower_nest():
         Array(("sums", 0), "bfloat16", (3,)),
         Array(("sums", 1), "int32", (2, 2)),
     ]
-    half, *pair = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments)
-    return export(nest, {"half": half, "pair": tuple(pair)}), arguments, results
-
-
-def _lower_tick():
-    import jax.numpy as jnp
-
-    from prejit.runtime.format.arrays import Array
-
-    def tick():
-        return jnp.asarray(7, jnp.int32)
-
-    return export(tick), [], [Array((), "int32", ())]
+    half, *pair = (shaped(*each.shape, dtype=each.dtype) for each in arguments)
+    nested = export(nest, {"half": half, "pair": tuple(pair)})
+    return found | {
+        "nest": (nested, arguments, results),
+        "tick": (export(tick), [], [Array((), "int32", ())]),
+    }
 
 
 def export(function, *arguments, custom_calls=()):

@@ -16,7 +16,6 @@ DIGEST = "sha256:" + "5e" * 32
 
 
 def stats(**changed):
-    """Return what a generation cost."""
     values = {
         **{"prompt_tokens": 5, "new_tokens": 3, "reused_tokens": 2, "queue_seconds": 0.1},
         **{"prefill_seconds": 0.02, "decode_seconds": 0.04, "first_token_seconds": 0.12},
@@ -27,7 +26,6 @@ def stats(**changed):
 
 
 def done(value):
-    """Return a future that has its result, or its error."""
     future = Future()
     if isinstance(value, Exception):
         future.set_exception(value)
@@ -37,12 +35,7 @@ def done(value):
 
 
 class StandIn:
-    """An engine that answers at once, and whose recorder a test writes.
-
-    Attributes:
-        options: of each generation that was submitted.
-        result: what functions return; None: their names.
-    """
+    """An engine that answers at once, and whose recorder a test writes."""
 
     def __init__(self, slots=8, queue=256):
         self.options = []
@@ -61,7 +54,6 @@ class StandIn:
         return self.recorder.snapshot(**self.state)
 
     def request(self, reason="stop", **changed):
-        """Record a request from its beginning to its end."""
         recorder, cost = self.recorder, stats(**changed)
         recorder.generations.submitted()
         recorder.generations.admitted(cost.queue_seconds)
@@ -95,8 +87,6 @@ class StandIn:
 
 
 class StandInStream:
-    """A stream of three tokens."""
-
     def __init__(self):
         self.pieces = iter([Piece(1, "a"), Piece(2, "b"), Piece(3, "c", "length", None, stats())])
         self.closed = False
@@ -114,13 +104,9 @@ class StandInStream:
 
 
 def served(name="demo", engine=None, **changed):
-    """Return a served bundle without any files."""
     verdict = Verdict("h100", (Axis("cuda", "at least", "13.0", "13.1", True),))
     bundle = SimpleNamespace(
-        name="gpt2",
-        digest=DIGEST,
-        target="h100",
-        matched=True,
+        **{"name": "gpt2", "digest": DIGEST, "target": "h100", "matched": True},
         config=SimpleNamespace(decoder=None),
         verdicts=(verdict,),
         start_report=lambda: StartReport(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 99.0, 101.1, 1, 2, 3),

@@ -13,7 +13,6 @@ def signer(name, curve="SECP256R1"):
 
 @cache
 def private_pem(name, curve="SECP256R1"):
-    """Return the content of the file of a private key."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -23,13 +22,11 @@ def private_pem(name, curve="SECP256R1"):
 
 
 def key_table(name, key=None, **more):
-    """Return a table of `trust.toml` with a key."""
     pem = (key or signer(name)).public.pem
     lines = "".join(f"{key} = {value}\n" for key, value in more.items())
     return f'[keys.{name}]\npem = """\n{pem}"""\n{lines}\n'
 
 
 def write_policy(path, *texts):
-    """Write a policy made of parts."""
     path.write_text("\n".join(texts))
     return path

@@ -39,19 +39,6 @@ _REQUEST = re.compile(rb'"(?:GET|HEAD|PUT|POST|PATCH|DELETE) ')
 
 @dataclass
 class Server:
-    """A kind of store, and how to start it.
-
-    Attributes:
-        name: for people.
-        url: for `--store`.
-        files: the directory that holds them; None: the server loses them when it is killed.
-        log: what the server prints; None: there is no server.
-        command: starts its server; empty: it has none.
-        ready: called once it answers.
-        env: variables of builds that use it.
-        env_server: variables of the server.
-    """
-
     name: str
     url: str
     files: Path | None
@@ -63,16 +50,12 @@ class Server:
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the server, and wait until it answers."""
         if self.log is None:
             return
+        env = {**os.environ, **self.env_server}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command,
-                env={**os.environ, **self.env_server},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                self.command, env=env, stdout=log, stderr=log, start_new_session=True
             )
         found = re.search(r"([\d.]+):(\d+)", " ".join((*self.env.values(), self.url)))
         assert found is not None
@@ -85,7 +68,6 @@ class Server:
         self.ready()
 
     def kill(self) -> None:
-        """Kill the server."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -110,12 +92,10 @@ class Server:
         self.start()
 
     def requests(self) -> int:
-        """Return the number of requests that the server has had."""
         return 0 if self.log is None else len(_REQUEST.findall(self.log.read_bytes()))
 
 
 def directory_store(directory: Path) -> Server:
-    """Return a directory that machines share."""
     return Server("a directory", str(directory / "shared"), directory / "shared")
 
 
@@ -143,14 +123,7 @@ def nginx(directory: Path) -> Server | None:
 def docker_registry(
     directory: Path, *, address: str = "127.0.0.1", http: str = "", more: str = ""
 ) -> Server | None:
-    """Return an OCI registry; None: docker-registry is not installed.
-
-    Args:
-        directory: for its files; there may be several registries in one.
-        address: where it listens.
-        http: more of its settings of HTTP, as members of a YAML mapping.
-        more: more of its settings, as lines of YAML.
-    """
+    """Return an OCI registry; None: docker-registry is not installed."""
     program = shutil.which("docker-registry")
     if program is None:
         return None
@@ -180,6 +153,11 @@ def running_registry(directory: Path) -> Iterator[Server]:
         server.kill()
 
 
+def _aws_settings(endpoint: str, key: str, secret: str) -> dict[str, str]:
+    found = {"AWS_ENDPOINT": endpoint, "AWS_REGION": "us-east-1"}
+    return found | {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+
+
 def moto(directory: Path) -> Server | None:
     """Return an S3 in memory; None: moto is not there."""
     paths = {"PYTHONPATH": os.environ.get("MOTO", "")}
@@ -199,12 +177,7 @@ def moto(directory: Path) -> Server | None:
         directory / "moto.log",
         (sys.executable, "-m", "moto.server", "-p", str(port)),
         make_bucket,
-        {
-            "AWS_ENDPOINT": endpoint,
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "y",
-            "AWS_REGION": "us-east-1",
-        },
+        _aws_settings(endpoint, "x", "y"),
         paths,
     )
 
@@ -271,12 +244,7 @@ def s3rver(directory: Path) -> Server | None:
         files,
         directory / "s3rver.log",
         (str(program), *where, "--configure-bucket", "bucket"),
-        env={
-            "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "S3RVER",
-            "AWS_SECRET_ACCESS_KEY": "S3RVER",
-            "AWS_REGION": "us-east-1",
-        },
+        env=_aws_settings(f"http://127.0.0.1:{port}", "S3RVER", "S3RVER"),
     )
 
 

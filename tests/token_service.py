@@ -6,8 +6,7 @@ import ssl
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import jwt
@@ -22,28 +21,6 @@ ADDRESS = "127.0.0.2"
 """An address of this machine that prejit does not reach without TLS, unlike 127.0.0.1."""
 
 
-@dataclass
-class GuardedRegistry:
-    """A registry that wants tokens, and how its token service behaves.
-
-    Attributes:
-        host: `host:port`.
-        authority: the file of its private CA.
-        passwords: of its users. A `reader` may only pull.
-        identities: tokens that stand for a user's password.
-        begins, ends: of a token, in seconds from now.
-        asked: the scopes that were asked for, of each request.
-    """
-
-    host: str
-    authority: Path
-    passwords: dict[str, str] = field(default_factory=lambda: {"me": "secret", "reader": "glasses"})
-    identities: dict[str, str] = field(default_factory=lambda: {"an-identity": "me"})
-    begins: float = -5.0
-    ends: float = 300.0
-    asked: list[list[str]] = field(default_factory=list)
-
-
 @contextmanager
 def guarded_registry(directory):
     """Serve a real docker-registry that takes tokens of a service of ours. Skip where it is not installed."""
@@ -56,7 +33,12 @@ def guarded_registry(directory):
     authority.cert_pem.write_to_path(files["authority"])
     tls.cert_chain_pems[0].write_to_path(files["certificate"])
     tls.private_key_pem.write_to_path(files["key"])
-    state = GuardedRegistry("", files["authority"])
+    state = SimpleNamespace(
+        **{"host": "", "authority": files["authority"], "asked": []},  # the scopes of each request
+        passwords={"me": "secret", "reader": "glasses"},  # a `reader` may only pull
+        identities={"an-identity": "me"},  # tokens that stand for a user's password
+        **{"begins": -5.0, "ends": 300.0},  # of a token, in seconds from now
+    )
     certificate = x509.load_pem_x509_certificate(signing.cert_chain_pems[0].bytes())
     chain = [base64.b64encode(certificate.public_bytes(Encoding.DER)).decode()]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -82,10 +64,8 @@ def guarded_registry(directory):
             access = []
             for scope in scopes:
                 kind, name, actions = scope.split(":")
-                allowed = [
-                    each for each in actions.split(",") if each == "pull" or user != "reader"
-                ]
-                access.append({"type": kind, "name": name, "actions": allowed})
+                may = [each for each in actions.split(",") if each == "pull" or user != "reader"]
+                access.append({"type": kind, "name": name, "actions": may})
             now = time.time()
             claims = {
                 **{"iss": "tests", "sub": user, "aud": query["service"][0]},

@@ -1,9 +1,4 @@
-"""Runs `prejit` in processes forked from one that has imported the build side: 3 s of CPU less a build.
-
-Each command has a process of its own, as it has for a user, with its own memory, environment and exit
-status. Only what is imported is there already. What a start-up costs, imports or leaves behind is tested with
-real new processes.
-"""
+"""Runs `prejit` in processes forked from one that has imported the build side: 3 s of CPU less a build."""
 
 import gc
 import importlib
@@ -24,12 +19,7 @@ from . import quick_compiling
 
 
 class WarmProcess:
-    """A command that runs in a process of its own. Its methods are named as those of `subprocess.Popen`.
-
-    Attributes:
-        pid: of the process, and of its group.
-        returncode: None before `communicate` or `wait`.
-    """
+    """A command that runs in a process of its own. Its methods are named as those of `subprocess.Popen`."""
 
     def __init__(self, python, pid, files):
         self._python, self.pid, self._files = python, pid, files
@@ -58,14 +48,7 @@ class WarmPython:
         self._ended = {}
 
     def prejit(self, *arguments, env=None, timeout=600, quick=False):
-        """Run `prejit ARGUMENTS` in a process of its own.
-
-        Args:
-            arguments: of the command.
-            env: variables that are set beside those of this process.
-            timeout: seconds after which it is killed.
-            quick: compile with the flags of quick_compiling.py, without a word of them in the bundle.
-        """
+        """Run `prejit ARGUMENTS` in a process of its own."""
         process = self.start(*arguments, env=env, quick=quick)
         output, errors = process.communicate(timeout)
         return subprocess.CompletedProcess([*arguments], process.returncode, output, errors)
@@ -76,13 +59,8 @@ class WarmPython:
             arguments += ("--jobs", "1")
         self._started += 1
         files = tuple(self._directory / f"{name}{self._started}" for name in ("stdout", "stderr"))
-        wanted = {
-            "argv": [*map(str, arguments)],
-            "env": {**os.environ, **(env or {})},
-            "cwd": os.getcwd(),
-            "files": [*map(str, files)],
-            "quick": quick,
-        }
+        wanted = {"argv": [*map(str, arguments)], "env": {**os.environ, **(env or {})}}
+        wanted |= {"cwd": os.getcwd(), "files": [*map(str, files)], "quick": quick}
         print(json.dumps(wanted), file=self._running().stdin, flush=True)
         while "started" not in (event := self._next_event()):
             self._ended[event["ended"]] = event["status"]
@@ -101,7 +79,6 @@ class WarmPython:
         return self._ended.pop(pid)
 
     def close(self):
-        """End the process."""
         if self._process is not None:
             self._process.communicate()
 
@@ -113,14 +90,10 @@ class WarmPython:
     def _running(self):
         if self._process is None:
             # Threads of OpenBLAS would not be there after a fork.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm"],
-                cwd=Path(__file__).parents[1],
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+            command, root = [sys.executable, "-m", "tests.warm"], Path(__file__).parents[1]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._process = subprocess.Popen(command, cwd=root, env=env, **pipes)
         return self._process
 
 
@@ -174,7 +147,6 @@ def _tell_who_ended():
 
 
 def _run(wanted):
-    """Run a command; never returns."""
     import atexit
     import faulthandler
     import traceback

@@ -1,7 +1,4 @@
-"""A headless Chromium, driven by chromedriver's WebDriver protocol. Needs no package beside Debian's two.
-
-The protocol is HTTP with JSON: https://www.w3.org/TR/webdriver2/.
-"""
+"""A headless Chromium, driven by chromedriver's WebDriver protocol. Needs no package beside Debian's two."""
 
 from __future__ import annotations
 
@@ -15,21 +12,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 FLAGS = (
-    "--headless",
-    "--no-sandbox",  # the sandbox does not start as root
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--force-prefers-reduced-motion",
-    "--hide-scrollbars",
+    *("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
+    *("--force-prefers-reduced-motion", "--no-sandbox"),  # the sandbox does not start as root
 )
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowRight": "\ue014"}
@@ -61,10 +50,8 @@ class Browser:
         else:
             raise AssertionError("chromedriver did not start")
         self._at = f"http://127.0.0.1:{found[1]}"
-        options = {
-            "binary": shutil.which("chromium"),
-            "args": [*FLAGS, f"--user-data-dir={self._profile}"],
-        }
+        arguments = [*FLAGS, f"--user-data-dir={self._profile}"]
+        options = {"binary": shutil.which("chromium"), "args": arguments}
         capabilities = {
             "browserName": "chrome",
             "goog:chromeOptions": options,
@@ -74,12 +61,7 @@ class Browser:
         self._at += f"/session/{session['sessionId']}"
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._send("DELETE", "")
         finally:
@@ -90,28 +72,22 @@ class Browser:
         self._send("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a JavaScript function body returns."""
         return self._send("POST", "/execute/sync", {"script": script, "args": [*arguments]})
 
     def text(self, selector: str) -> str:
-        """The visible text of an element."""
         found = self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
         assert isinstance(found, str)
         return found
 
     def visible(self, selector: str) -> bool:
-        return bool(
-            self.run(
-                "return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector
-            )
-        )
+        script = "return document.querySelector(arguments[0])?.checkVisibility() ?? false"
+        return bool(self.run(script, selector))
 
     def click(self, selector: str) -> None:
         """Click an element as a user does: it must be visible, and nothing may cover it."""
         self._send("POST", f"/element/{self._find(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:
-        """Replace the content of a field."""
         element = self._find(selector)
         self._send("POST", f"/element/{element}/clear", {})
         self._send("POST", f"/element/{element}/value", {"text": text})
@@ -122,12 +98,10 @@ class Browser:
         for key in keys:
             value = _KEYS.get(key, key)
             actions += [{"type": "keyDown", "value": value}, {"type": "keyUp", "value": value}]
-        self._send(
-            "POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]}
-        )
+        keyboard = {"type": "key", "id": "keys", "actions": actions}
+        self._send("POST", "/actions", {"actions": [keyboard]})
 
     def choose(self, selector: str, value: str) -> None:
-        """Choose an option of a select."""
         self.click(f'{selector} option[value="{value}"]')
 
     def wait(self, holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
@@ -139,18 +113,14 @@ class Browser:
         return found
 
     def size(self, width: int, height: int, *, scale: float = 1) -> None:
-        self._devtools(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False},
-        )
+        sizes = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self._devtools("Emulation.setDeviceMetricsOverride", sizes)
 
     def scheme(self, name: str) -> None:
-        """Prefer `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         self._devtools("Emulation.setEmulatedMedia", {"features": features})
 
     def picture(self) -> bytes:
-        """A PNG of what is in view."""
         return base64.b64decode(self._send("GET", "/screenshot"))
 
     def console(self) -> list[str]:

@@ -6,8 +6,7 @@ import socket
 import struct
 import time
 
-STALL_SECONDS = 0.5
-"""Longer than the time limit that the campaign's processes have for an answer."""
+STALL_SECONDS = 0.5  # longer than the time limit that the campaign's processes have for an answer
 ABSURD_WAITS = (
     "999999999",
     "9" * 400,
@@ -18,38 +17,23 @@ ABSURD_WAITS = (
     "²",
     "Wed, 21 Oct 2065 07:28:00 GMT",
 )
-"""Values of Retry-After."""
 ABSURD_PLACES = ("http://[::1", "http://", "ftp://x/y", "::", "http://127.0.0.1:1/x", "\x7f", "//")
-"""URLs of redirects and of uploads."""
 CHALLENGES = (
-    "",
-    "Bearer",
-    "Negotiate",
-    'Bearer realm="nowhere"',
+    *("", "Bearer", "Negotiate", 'Bearer realm="nowhere"', 'Basic realm="x'),
     'Bearer realm="http://127.0.0.1:1/token"',
-    'Basic realm="x',
 )
-"""Ways to ask who somebody is."""
 JUNK = (
-    b"",
-    b"null",
-    b"[]",
-    b"[" * 20_000,
-    b'{"manifests":{}}',
-    b'{"manifests":[null, 1, "a", {}]}',
-    b'{"config":[]}',
-    b'{"artifactType":[1]}',
-    b"\xff\xfe",
+    *(b"", b"null", b"[]", b"[" * 20_000, b'{"manifests":{}}', b'{"config":[]}'),
+    *(b'{"manifests":[null, 1, "a", {}]}', b'{"artifactType":[1]}', b"\xff\xfe"),
     b"<html>log in to the wireless network first</html>",
 )
-"""Documents that are none."""
 
 
 def send(handler, part, status, *, length, close=True, **headers):
     """Send an answer whose Content-Length (None: it has none) need not be right."""
     handler.send_response(status)
     if length is not None:
-        handler.send_header("content-length", str(length))
+        headers["content_length"] = str(length)
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
     handler.end_headers()
@@ -68,6 +52,13 @@ def body(write):
             write(handler, content[start:], 206 if handler.headers.get("range") else 200)
 
     return answer
+
+
+def document(said, **headers):
+    """Return an answer that is the same whatever is asked for."""
+    return lambda handler, content, start: send(
+        handler, said, 200, length=len(said), close=False, **headers
+    )
 
 
 def first(part, share):
@@ -90,39 +81,23 @@ def partly(end):
     return draw
 
 
-def close(handler):
-    """End the connection, as `send` does."""
-
-
 def reset(handler):
-    """Let the connection end with a reset."""
     handler.wfile.flush()
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def stall(handler):
-    """Send nothing for a while."""
-    time.sleep(STALL_SECONDS)
-
-
-def too_short(rng):
-    """A Content-Length that is too small; the bytes behind it are sent, or not."""
-    share, sends_all = rng.random(), rng.random() < 0.5
+def other_length(rng):
+    """A Content-Length that is too small, with bytes behind it or none, or too large, filled or not."""
+    share, more, sends = rng.random(), rng.randint(1, 100_000), rng.random() < 0.5
+    is_small = rng.random() < 0.5
 
     def write(handler, part, status):
-        said = first(part, share)
-        send(handler, part if sends_all else said, status, length=len(said), close=sends_all)
-
-    return body(write)
-
-
-def too_long(rng):
-    """A Content-Length that is too large; bytes that fill it are sent, or not."""
-    more, sends_more = rng.randint(1, 100_000), rng.random() < 0.5
-
-    def write(handler, part, status):
-        filled = part + bytes(more) if sends_more else part
-        send(handler, filled, status, length=len(part) + more)
+        if is_small:
+            said = first(part, share)
+            send(handler, part if sends else said, status, length=len(said), close=sends)
+        else:
+            filled = part + bytes(more) if sends else part
+            send(handler, filled, status, length=len(part) + more)
 
     return body(write)
 
@@ -167,11 +142,6 @@ def range_ignored(rng):
     return answer
 
 
-def not_satisfiable(_):
-    """The refusal of a range."""
-    return body(lambda handler, content, *_: handler.reply(416))
-
-
 def wrong(rng):
     """One wrong byte, in all of the answer or in a part of it."""
     place, share = rng.random(), rng.choice((1.0, 0.9, rng.random()))
@@ -186,7 +156,6 @@ def wrong(rng):
 
 
 def swapped(rng):
-    """The bytes of another blob."""
     choice = rng.random()
 
     def answer(handler, content, start):
@@ -199,8 +168,6 @@ def swapped(rng):
 
 
 def zipped(_):
-    """Compressed bytes that nobody asked for."""
-
     def write(handler, part, status):
         small = gzip.compress(part)
         send(handler, small, status, length=len(small), close=False, content_encoding="gzip")
@@ -209,18 +176,12 @@ def zipped(_):
 
 
 def junk(rng):
-    """A document that is none, of any type."""
     said = rng.choice(JUNK)
-    kind = rng.choice(("text/html", "application/vnd.oci.image.index.v1+json", "", "x/y"))
-
-    def answer(handler, content, start):
-        send(handler, said, 200, length=len(said), close=False, content_type=kind)
-
-    return answer
+    kinds = ("text/html", "application/vnd.oci.image.index.v1+json", "", "x/y")
+    return document(said, content_type=rng.choice(kinds))
 
 
 def no_http(rng):
-    """Bytes that are not HTTP."""
     said = rng.choice((b"\x15\x03\x01\x00\x02\x02\x16", b"HTTP/1.1 abc\r\n\r\n", b"a: b\r\n" * 300))
 
     def answer(handler, content, start):
@@ -231,14 +192,12 @@ def no_http(rng):
 
 
 def busy(rng):
-    """A status that asks for another attempt, with any wait."""
     wait = rng.choice((None, *ABSURD_WAITS))
     headers = {} if wait is None else {"retry_after": wait}
     return rng.choice((408, 429, 429, 500, 502, 503, 504)), headers
 
 
 def refused(rng):
-    """A refusal, with any way to log in."""
     code = rng.choice((400, 401, 401, 403, 404, 405, 410, 413, 418, 451, 507, 599))
     return code, {"www_authenticate": rng.choice(CHALLENGES)} if code in (401, 403) else {}
 
@@ -249,40 +208,31 @@ def lying_referrers(rng):
     digest = rng.choice(("sha256:" + "0" * 64, "sha256:../../x", "sha512:" + "0" * 128, "", 7))
     entry = {"mediaType": kind, "digest": digest, "size": rng.choice((2, -1, 10**12, "2"))}
     entry["artifactType"] = "application/vnd.cyclonedx+json"
-    said = json.dumps({"manifests": [entry] * rng.choice((1, 2, 3000))}).encode()
-
-    def answer(handler, content, start):
-        send(handler, said, 200, length=len(said), close=False)
-
-    return answer
-
-
-def absurd_redirect(rng):
-    """A redirect, or the place of an upload, that leads nowhere."""
-    return rng.choice((202, 301, 302, 307, 308)), {"location": rng.choice(ABSURD_PLACES)}
+    said = {"manifests": [entry] * rng.choice((1, 2, 3000))}
+    return document(json.dumps(said).encode())
 
 
 OF_CONTENT = {
-    "cut": partly(close),
+    "cut": partly(lambda handler: None),
     "reset": partly(reset),
-    "stalled": partly(stall),
-    "Content-Length too small": too_short,
-    "Content-Length too large": too_long,
+    "stalled": partly(lambda handler: time.sleep(STALL_SECONDS)),
+    "another Content-Length": other_length,
     "no Content-Length": no_length,
     "chunks that are cut": chunks,
     "Range ignored or misnamed": range_ignored,
-    "416": not_satisfiable,
+    "416": lambda rng: body(lambda handler, *_: handler.reply(416)),
     "a wrong byte": wrong,
     "another blob": swapped,
     "compressed unasked": zipped,
     "a page or junk": junk,
 }
-"""Faults of answers with content, by name."""
 OF_ANY = {
     "no HTTP": no_http,
     "429 and 5xx": busy,
     "refused": refused,
-    "an absurd redirect": absurd_redirect,
+    "an absurd redirect": lambda rng: (
+        rng.choice((202, 301, 302, 307, 308)),
+        {"location": rng.choice(ABSURD_PLACES)},
+    ),
     "hung up": lambda rng: "hang up",
 }
-"""Faults of any answer, by name."""

@@ -1,8 +1,4 @@
-"""Break transfers of a small bundle at random, and look at what they left; then let each go on unbroken.
-
-Each case has a way (a pull, a push, ...), a fault and a seed. Processes of their own transfer, without the
-rights of root; the registry is in this process. `transfer_checks.run_case` says what went wrong.
-"""
+"""Break transfers of a small bundle at random, and look at what they left; then let each go on unbroken."""
 
 import json
 import os
@@ -11,14 +7,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-from tests.fake_registry import FakeRegistry, referrers_index
+from tests.fake_registry import referrers_index
 from tests.layouts import copy_with_layers
 
 from prejit.runtime.format.layout import Layout
@@ -27,41 +20,17 @@ from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
 from . import broken_answers, processes
-from .transfer_processes import (
-    ARRIVE,
-    COPY,
-    DIRECTORY,
-    HTTP,
-    INTO_REGISTRY,
-    INTO_STORE,
-    PULL,
-    PUSH,
-    PUSH_TAR,
-    TAR,
-    Job,
-    transfer,
-)
+from . import transfer_processes as ways
 
 WEIGHTS_BYTES = 300_000
 ANSWER_SECONDS, CLEAN_ANSWER_SECONDS = 0.3, 10.0
 """Time limits of an answer, while something breaks and when nothing does."""
-LIMIT_SECONDS = 30.0
-"""Longest time of a process. One that takes longer hangs."""
+LIMIT_SECONDS = 30.0  # longest time of a process. One that takes longer hangs
 USER = "me:secret"
-WAYS = {PULL: 30, ARRIVE: 10, HTTP: 10, DIRECTORY: 8, TAR: 7, PUSH: 20, PUSH_TAR: 8, COPY: 7}
-"""All ways, and how many of 100 cases each gets."""
-
-# ---------------------------------------------------------------------- the bundle
-
-
-@dataclass(frozen=True)
-class Version:
-    """A version of the bundle: its directory and tar, the bundle's digest, and its blobs."""
-
-    path: Path
-    tar: Path
-    digest: str
-    blobs: Mapping[str, bytes]
+WAYS = {
+    **{ways.PULL: 30, ways.ARRIVE: 10, ways.HTTP: 10, ways.DIRECTORY: 8, ways.TAR: 7},
+    **{ways.PUSH: 20, ways.PUSH_TAR: 8, ways.COPY: 7},
+}
 
 
 def make_version(golden, path, seed):
@@ -86,78 +55,38 @@ def make_version(golden, path, seed):
     tar = path.with_suffix(".tar")
     ship(parse_reference(str(path)), parse_reference(str(tar)))
     files = (path / "blobs" / "sha256").iterdir()
-    return Version(
-        path, tar, root.digest, {f"sha256:{each.name}": each.read_bytes() for each in files}
-    )
+    blobs = {f"sha256:{each.name}": each.read_bytes() for each in files}
+    return SimpleNamespace(path=path, tar=tar, digest=root.digest, blobs=blobs)
 
-
-# ---------------------------------------------------------------------- faults
 
 KILLED, STOPPED, FULL, LIMITED = "kill -9", "ctrl-C", "a full disk", "a limit of file sizes"
 MOVED_TAG, UNLISTED = "a tag that moves", "an index that lists what is not there"
 REFERRERS, ABROAD, ASKED_ABROAD = "lying referrers", "a redirect abroad", "a login asked for abroad"
-LOOP, STORM, LOST, UPLOADS = (
-    "a redirect loop",
-    "a storm of 429 and 5xx",
-    "a lost blob",
-    "absurd uploads",
-)
-EVERYWHERE = (*broken_answers.OF_CONTENT, *broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP)
-OF_DISKS = (FULL, LIMITED)
+LOOP, STORM, LOST = "a redirect loop", "a storm of 429 and 5xx", "a lost blob"
+UPLOADS = "absurd uploads"
+ANYWHERE = (*broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP)
+IN_PULLS = (*broken_answers.OF_CONTENT, *ANYWHERE, FULL, LIMITED, MOVED_TAG, ABROAD)
+IN_PUSHES = (*ANYWHERE, LOST, UPLOADS)
 FAULTS = {
-    PULL: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, REFERRERS, ABROAD, ASKED_ABROAD),
-    ARRIVE: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, ABROAD),
-    HTTP: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, ABROAD),
-    DIRECTORY: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, REFERRERS, ABROAD),
-    TAR: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, ABROAD),
-    PUSH: (*broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP, LOST, UPLOADS, REFERRERS, ABROAD),
-    PUSH_TAR: (*broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP, LOST, UPLOADS, ABROAD),
-    COPY: (*EVERYWHERE, LOST, UPLOADS, REFERRERS),
+    ways.PULL: (*IN_PULLS, UNLISTED, REFERRERS, ASKED_ABROAD),
+    ways.ARRIVE: (*IN_PULLS, UNLISTED),
+    ways.HTTP: IN_PULLS,
+    ways.DIRECTORY: (*IN_PULLS, UNLISTED, REFERRERS),
+    ways.TAR: IN_PULLS,
+    ways.PUSH: (*IN_PUSHES, REFERRERS, ABROAD),
+    ways.PUSH_TAR: (*IN_PUSHES, ABROAD),
+    ways.COPY: (*IN_PUSHES, *broken_answers.OF_CONTENT, REFERRERS),
 }
-"""The faults of each way."""
 
 
-@dataclass
-class Place:
-    """The servers of a worker, and its directory.
-
-    Attributes:
-        registry: what breaks.
-        abroad: another host, to which requests are redirected.
-        scratch: the directory of this worker.
-        env: variables of its processes.
-        can_mount: whether this process may mount small disks.
-    """
-
-    registry: FakeRegistry
-    abroad: FakeRegistry
-    scratch: Path
-    env: Mapping[str, str]
-    can_mount: bool
-
-
-@dataclass
 class Breaking:
-    """Breaks requests to a repository: `FakeRegistry.fault`, while it is on.
+    """Breaks some requests to a repository: `make` gives what happens instead; None: nothing."""
 
-    Attributes:
-        name: the repository; requests to others are answered.
-        methods: of requests that break.
-        part: a text in their paths.
-        first, times: which of these requests break.
-        make: gives what happens instead of the right answer; None: nothing.
-        happened: how many did.
-    """
-
-    name: str
-    methods: tuple[str, ...]
-    part: str
-    first: int
-    times: int
-    make: Callable[[str, str], Any]
-    happened: int = 0
-    _seen: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, name, methods, part, first, times, make):
+        self.name, self.methods, self.part = name, methods, part
+        self.first, self.times, self.make = first, times, make
+        self.happened = self._seen = 0
+        self._lock = threading.Lock()
 
     def __call__(self, method, path):
         if self.name not in path or method not in self.methods or self.part not in path:
@@ -170,53 +99,33 @@ class Breaking:
         return self.make(method, path)
 
 
-@dataclass
 class Case:
-    """A transfer that breaks, then goes on.
+    """A transfer that breaks, then goes on."""
 
-    Attributes:
-        number: seed of all that is random in it.
-        way, fault: what moves how, and what breaks.
-        versions: the bundle that the tag leads to, and the next one.
-    """
-
-    number: int
-    way: str
-    fault: str
-    versions: tuple[Version, Version]
-    place: Place
-    rng: random.Random = field(init=False)
-    name: str = field(init=False)
-    at: Path = field(init=False)
-    pids: list[int] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    broken: int = 0
-    wanted: Version = field(init=False)
-    _is_clean: bool = True
-    _gone: tuple[tuple[str, str], bytes, bytes | None] | None = None
-
-    def __post_init__(self):
-        self.rng = random.Random(self.number)
-        self.name = f"case{self.number}x"
-        self.at = self.place.scratch / self.name
-        self.wanted = self.versions[0]
-
-    # -------------------------------------------------------------- what is there before
+    def __init__(self, number, way, fault, versions, place):
+        self.way, self.fault, self.versions, self.place = way, fault, versions, place
+        self.rng = random.Random(number)
+        self.name = f"case{number}x"
+        self.at = place.scratch / self.name
+        self.wanted = versions[0]
+        self.pids, self.ends, self.broken = [], [], 0
+        self._is_clean, self._gone = True, None
+        is_full = fault == FULL and way in ways.INTO_STORE
+        self._has_small_disk = is_full and place.can_mount
 
     def prepare(self):
         """Make the directory, and put both versions where they are pulled from."""
         (self.at / "disk").mkdir(parents=True)
-        if self.way in INTO_REGISTRY:
-            if self.way == COPY:
+        if self.way in ways.INTO_REGISTRY:
+            if self.way == ways.COPY:
                 self._hold(self.versions[0], f"{self.name}/from", "v1")
             elif self.rng.random() < 0.3:  # an older one is there
                 self._hold(self.versions[1], self.name, "v0")
             return
         for version, tag in zip(self.versions, ("v1", "v2"), strict=True):
             self._hold(version, self.name, tag)
-        if (
-            self.fault != FULL and self.rng.random() < 0.2 and self.way in INTO_STORE
-        ):  # an older one is there
+        has_older = self.fault != FULL and self.rng.random() < 0.2
+        if has_older and self.way in ways.INTO_STORE:
             [end] = self.attempt(1, source=self.source("v2"))
             assert not end, end
 
@@ -243,40 +152,34 @@ class Case:
 
     def source(self, tag="v1"):
         host = self.place.registry.host
-        if self.way in (PUSH, PUSH_TAR):
-            return str(self.versions[0].path if self.way == PUSH else self.versions[0].tar)
-        scheme = "http" if self.way == HTTP else "oci"
-        return f"{scheme}://{host}/{self.name}{'/from' if self.way == COPY else ''}:{tag}"
+        if self.way in (ways.PUSH, ways.PUSH_TAR):
+            return str(self.versions[0].path if self.way == ways.PUSH else self.versions[0].tar)
+        scheme = "http" if self.way == ways.HTTP else "oci"
+        return f"{scheme}://{host}/{self.name}{'/from' if self.way == ways.COPY else ''}:{tag}"
 
     @property
     def target(self):
-        """The place to which a pull writes."""
-        return self.at / (
-            "out.tar" if self.way == TAR else "disk/store" if self.way in INTO_STORE else "out"
-        )
-
-    # -------------------------------------------------------------- attempts
+        if self.way in ways.INTO_STORE:
+            return self.at / "disk" / "store"
+        return self.at / ("out.tar" if self.way == ways.TAR else "out")
 
     def attempt(self, count, *, source="", file_bytes=0, after=None):
-        """Transfer in some processes at once. Return how each ended: empty for well, else the error's class.
-
-        `after`: a signal, and the seconds after which all get it.
-        """
+        """Transfer in some processes, signalled `after` some seconds. Return how each ended: empty or why."""
         into = f"oci://{self.place.registry.host}/{self.name}:v1"
         outcomes = [self.at / f"outcome{number}" for number in range(count)]
         started = []
         self.pids.clear()
         for outcome in outcomes:
             outcome.unlink(missing_ok=True)
-            target = into if self.way in INTO_REGISTRY else str(self.target)
+            target = into if self.way in ways.INTO_REGISTRY else str(self.target)
             env = {**self.place.env, "PREJIT_RUNTIME_CACHE": str(self.at / "cache")}
             answer = CLEAN_ANSWER_SECONDS if self._is_clean else ANSWER_SECONDS
-            job = Job(self.way, source or self.source(), target, outcome, env, answer, file_bytes)
-            started.append(processes.start(transfer, job))
+            job = (self.way, source or self.source(), target, outcome, env, answer, file_bytes)
+            started.append(processes.start(ways.transfer, *job))
             self.pids.append(started[-1].pid or 0)
         if after is not None:
-            time.sleep(after[1])
-            self.signal(after[0])
+            time.sleep(after)
+            self.signal()
         end = time.monotonic() + LIMIT_SECONDS
         found = []
         for process, outcome in zip(started, outcomes, strict=True):
@@ -293,31 +196,24 @@ class Case:
             time.sleep(0.005)
         return found
 
-    def signal(self, number):
-        """Send a signal to the processes of the attempt."""
+    def signal(self):
         for pid in self.pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if self.fault == KILLED else signal.SIGINT)
 
     def _end(self, outcome):
         try:
             end = json.loads(outcome.read_text())
         except (FileNotFoundError, ValueError):
             return "killed"
-        return str(
-            end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}"
-        )
+        return end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}"
 
     def break_it(self):
-        """Do one or two attempts that break."""
         for _ in range(self.rng.choice((1, 1, 2))):
             breaking, after, file_bytes = self._breaking(), None, 0
             if self.fault in (KILLED, STOPPED) and self.rng.random() < 0.5:
                 breaking.times = 0
-                number = signal.SIGKILL if self.fault == KILLED else signal.SIGINT
-                after = (number, self.rng.uniform(0.0, 0.15))
+                after = self.rng.uniform(0.0, 0.15)
             if self.fault == LIMITED:
                 file_bytes = self.rng.randrange(WEIGHTS_BYTES)
             self.place.registry.fault, self._is_clean = breaking, False
@@ -330,109 +226,92 @@ class Case:
             self._restore()
 
     def _breaking(self):
-        """Return what breaks requests of the next attempt."""
         rng, fault = self.rng, self.fault
         first, times = rng.choice((0, 0, 1, 2, 5)), rng.choice((1, 2, 4, 4, 10**6, 10**6))
         part = rng.choice(("", "/blobs/", "/blobs/", "/manifests/", "/referrers/"))
-        if self.way == HTTP:
+        if self.way == ways.HTTP:
             part = rng.choice(("", "/blobs/", "/blobs/", "/tags/"))
         methods = ("GET",)
-        if self.way in INTO_REGISTRY:
+        if self.way in ways.INTO_REGISTRY:
             methods = rng.choice((("PUT",), ("POST",), ("HEAD",), ("GET", "HEAD", "POST", "PUT")))
             part = ""
-        make = self._answers(fault)
         if fault == UPLOADS:
             methods, part = ("POST",), "/uploads/"
-        if fault == LOST:
+        elif fault == LOST:
             methods, part = ("PUT",), "/uploads/"
-        if fault == REFERRERS:
+        elif fault == REFERRERS:
             part = "/referrers/"
-        if fault == STORM:
+        elif fault == STORM:
             first, times, part = 0, 10**6, ""
-        if fault in (KILLED, STOPPED):
+        elif fault in (KILLED, STOPPED):
             first, times = rng.randrange(12), 1
-        if fault in (FULL, LIMITED, UNLISTED):
+        elif fault in (FULL, LIMITED, UNLISTED):
             times = 0
-        return Breaking(self.name, methods, part, first, times, make)
+        return Breaking(self.name, methods, part, first, times, self._answers(fault))
 
     def _answers(self, fault):
-        rng, place = self.rng, self.place
-        if fault in (KILLED, STOPPED):
-            return lambda method, path: self._kill_within
+        rng = self.rng
+        abroad = f"http://{self.place.abroad.host.replace('127.0.0.1', 'localhost')}"
         if fault == MOVED_TAG:
             return lambda method, path: self._move_tag()
-        if fault == REFERRERS:
-            lie = broken_answers.lying_referrers(rng)
-            return lambda method, path: lie
-        if fault == ABROAD:
-            return lambda method, path: (307, {"location": f"http://{_foreign(place)}{path}"})
-        if fault == ASKED_ABROAD:
-            return lambda method, path: (307, {"location": f"http://{_foreign(place)}/deny{path}"})
-        if fault == LOOP:
-            return lambda method, path: (307, {"location": path})
-        if fault == LOST:
-            return lambda method, path: 201
+        if fault in (ABROAD, ASKED_ABROAD, LOOP):
+            prefix = {ABROAD: abroad, ASKED_ABROAD: f"{abroad}/deny", LOOP: ""}[fault]
+            return lambda method, path: (307, {"location": f"{prefix}{path}"})
         if fault == UPLOADS:
-            return lambda method, path: (
-                202,
-                {"location": rng.choice(broken_answers.ABSURD_PLACES)},
-            )
+            places = broken_answers.ABSURD_PLACES
+            return lambda method, path: (202, {"location": rng.choice(places)})
         if fault == STORM:
             share = rng.uniform(0.1, 0.9)
             return lambda method, path: broken_answers.busy(rng) if rng.random() < share else None
-        if fault in (FULL, LIMITED, UNLISTED):
-            return lambda method, path: None
-        answer = (broken_answers.OF_CONTENT | broken_answers.OF_ANY)[fault](rng)
+        if fault in (KILLED, STOPPED):
+            answer = self._kill_within
+        elif fault in (FULL, LIMITED, UNLISTED):
+            answer = None
+        elif fault == LOST:
+            answer = 201
+        elif fault == REFERRERS:
+            answer = broken_answers.lying_referrers(rng)
+        else:
+            answer = (broken_answers.OF_CONTENT | broken_answers.OF_ANY)[fault](rng)
         return lambda method, path: answer
 
     def _kill_within(self, handler, content, start):
-        """Send a part of an answer, then the signal."""
         part = (content or b"")[start:]
         status = 404 if content is None else 206 if start else 200
         sent = part[: int(len(part) * self.rng.random())]
         broken_answers.send(handler, sent, status, length=len(part))
         handler.wfile.flush()
         time.sleep(self.rng.choice((0.0, 0.005)))
-        self.signal(signal.SIGKILL if self.fault == KILLED else signal.SIGINT)
-
-    # -------------------------------------------------------------- disks and missing blobs
+        self.signal()
 
     @contextmanager
     def disk(self):
         """Let the target be on a small disk, or take a blob from the registry, until `_restore`."""
-        path = self.at / "disk"
         if self.fault == UNLISTED:
             held = self.place.registry
-            near = [key for key in sorted(held.blobs) if key[0] == self.name]
-            gone = self.rng.choice(near)
+            gone = self.rng.choice([key for key in sorted(held.blobs) if key[0] == self.name])
             self._gone = (gone, held.blobs.pop(gone), held.manifests.pop(gone, None))
-        is_small = self.fault == FULL and self.place.can_mount and self.way in INTO_STORE
-        if not is_small:
+        if not self._has_small_disk:
             yield
             return
         size = self.rng.randrange(4096, WEIGHTS_BYTES + 60_000)
         inodes = self.rng.choice((0, 0, self.rng.randrange(4, 20)))
-        self._mount("tmpfs", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes},mode=777")
+        self._mount("-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes},mode=777")
         try:
             yield
         finally:
-            subprocess.run(["umount", "--lazy", str(path)], check=True)
+            subprocess.run(["umount", "--lazy", str(self.at / "disk")], check=True)
 
-    def _mount(self, *words):
-        device, *options = words
-        subprocess.run(["mount", *options, device, str(self.at / "disk")], check=True)
+    def _mount(self, *options):
+        subprocess.run(["mount", *options, "tmpfs", str(self.at / "disk")], check=True)
 
     def _restore(self):
         """Give the disk room and the registry its blob again."""
-        if self.fault == FULL and self.place.can_mount and self.way in INTO_STORE:
-            self._mount("tmpfs", "-o", "remount,size=16m,nr_inodes=0")
-        if self.fault == UNLISTED and self._gone is not None:
+        if self._has_small_disk:
+            self._mount("-t", "tmpfs", "-o", "remount,size=16m,nr_inodes=0")
+        if self._gone is not None:
             key, content, manifest = self._gone
             self.place.registry.blobs[key] = content
             if manifest is not None:
                 self.place.registry.manifests[key] = manifest
             self._gone = None
-
-
-def _foreign(place):
-    return place.abroad.host.replace("127.0.0.1", "localhost")

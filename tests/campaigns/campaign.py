@@ -1,9 +1,10 @@
-"""The parts that campaigns share: how much one tries, where it works, how it ends, its file of figures."""
+"""The parts that campaigns share: how much one tries, where it works, its findings, its file of figures."""
 
 import json
 import os
 import platform
 import tempfile
+from collections import Counter
 from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
@@ -26,8 +27,27 @@ def scratch_directory():
 
 
 def check(bad):
-    """Fail if there are bad outcomes, and show the first of them."""
     assert not bad, f"{len(bad)} bad outcomes\n\n" + "\n\n".join(bad[:20])
+
+
+class Findings:
+    """How often each outcome of each part of a campaign was seen, and what was bad."""
+
+    def __init__(self):
+        self.counts = {}
+        self.failures = []
+
+    def add(self, part, *names):
+        self.counts.setdefault(part, Counter())[", ".join(names)] += 1
+
+    def fail(self, part, problem):
+        self.failures.append(f"{part}: {problem}")
+
+    def check(self, part):
+        check([each for each in self.failures if each.startswith(f"{part}: ")])
+
+    def figures(self):
+        return {part: dict(sorted(counts.items())) for part, counts in self.counts.items()}
 
 
 def facts(*packages):
@@ -48,10 +68,8 @@ def machine_facts():
 
 
 def figures_file(campaign):
-    """Return the file of a campaign's last figures."""
     return Path(__file__).with_name(f"{campaign}.json")
 
 
 def write_figures(campaign, figures):
-    """Keep the figures of a whole campaign."""
     figures_file(campaign).write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,7 +1,4 @@
-"""Damage any file of a signed bundle at random, verify and use it, and say what became of it.
-
-Each example has a seed of its own. `prejit verify` must refuse every change, and no use gives a wrong token.
-"""
+"""Damage any file of a signed bundle at random, verify and use it, and say what became of it."""
 
 import contextlib
 import gc
@@ -10,22 +7,19 @@ import os
 import random
 import re
 import shutil
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 from tests.layouts import blob, index_file, index_of
-
-from prejit.runtime.base.files import digest_of
 
 PROMPT = "def read_lines(path):"
 NEW_TOKENS = 12
-MOST_BYTES = 8 << 10
-"""The largest range that is zeroed, swapped or appended."""
-
+MOST_BYTES = 8 << 10  # the largest range that is zeroed, swapped or appended
 MODES = ("beside", "early", "late", "receipts", "policy", *("checks",) * 5)
 """Ways to use a damaged bundle. An example has the mode at the index that is its last digit.
 
@@ -37,47 +31,32 @@ MODES = ("beside", "early", "late", "receipts", "policy", *("checks",) * 5)
 - checks: load, and wait until all is verified. Only a bundle that passes is used.
 """
 IN_PLACE = ("bit flipped", "byte written", "range zeroed", "ranges swapped", "cut", "appended")
-"""Kinds of damage that write into a file. The others change what a directory lists."""
 OF_DIRECTORIES = ("deleted", "linked", "exchanged", "added")
+LENIENT = ("index.json", "oci-layout")
+"""Files that other tools write too, so that a load takes many spellings of them."""
+ATTACHED = "attached "
+_MEDIA = "application/vnd.prejit."
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A change of a file, in place or in its directory.
-
-    Attributes:
-        kind: what happens to the file.
-        roles: what the file is in the bundle; two if it is exchanged with another.
-        file: its path.
-        writes: offsets, and the bytes that are written there.
-        size: of the file afterwards.
-        other: the file that it is exchanged with.
-    """
+    """What happens to which files, by their roles and paths: their new bytes; None: the file goes."""
 
     kind: str
     roles: tuple[str, ...]
-    file: Path
-    writes: tuple[tuple[int, bytes], ...]
-    size: int
-    other: Path | None = None
+    changes: dict[Path, bytes | None]
 
     @property
     def role(self):
-        """Return the role of the file, for counts."""
         return self.roles[0] if len(self.roles) == 1 else "two files"
 
     @property
     def is_lenient(self):
-        """Return whether a load takes many spellings of a file."""
         return not {*self.roles}.isdisjoint(LENIENT)
 
 
 def build(arguments):
-    """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for. Sign it.
-
-    Args:
-        arguments: the manifest, the directory for the bundle, and the build cache.
-    """
+    """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for. Sign it."""
     from tests.quick_compiling import compile_children_quickly
     from tests.signers import key_table, signer, write_policy
 
@@ -97,17 +76,16 @@ def build(arguments):
 
 
 def policy_of(bundle):
-    """Return the trust policy beside a bundle."""
     return bundle.with_name("trust.toml")
 
 
 @cache
 def files(bundle):
-    """Return every file of a bundle by its role.
-
-    `other` marks those of the target that is not served, and `attached` those that refer to the bundle.
-    """
+    """Return every file of a bundle by its role: `other` ones are of the target that is not served."""
     from prejit.runtime import load
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.referrers import referrers
+    from prejit.runtime.format.root import read_root
 
     served = load(bundle, on_mismatch="error").target
     found = {name: bundle / name for name in LENIENT}
@@ -123,34 +101,15 @@ def files(bundle):
             file = blob(bundle, at["digest"])
             if file not in found.values():
                 found[whose + role] = file
-    found |= _attached(bundle)
+    with Layout(bundle) as layout:
+        attached = referrers(layout, read_root(layout))
+    for number, each in enumerate(attached):
+        kind = f"{ATTACHED}{number} {each.artifact_type.rpartition('.')[2]}"
+        found[kind] = blob(bundle, each.layers[0].digest)
+        found[f"{kind} manifest"] = blob(bundle, each.descriptor.digest)
+        found[f"{ATTACHED}config"] = blob(bundle, each.config.digest)
     assert {file for file in bundle.rglob("*") if file.is_file()} == set(found.values())
     return found
-
-
-LENIENT = ("index.json", "oci-layout")
-"""Files that other tools write too, so that a load takes many spellings of them."""
-ATTACHED = "attached "
-
-
-def _attached(bundle):
-    """Return the files of the signatures, the provenance and the list of parts, by their roles."""
-    from prejit.runtime.format.layout import Layout
-    from prejit.runtime.format.referrers import referrers
-    from prejit.runtime.format.root import read_root
-
-    with Layout(bundle) as layout:
-        found = referrers(layout, read_root(layout))
-    files = {}
-    for number, each in enumerate(found):
-        kind = f"{ATTACHED}{number} {each.artifact_type.rpartition('.')[2]}"
-        files[kind] = blob(bundle, each.layers[0].digest)
-        files[f"{kind} manifest"] = blob(bundle, each.descriptor.digest)
-        files[f"{ATTACHED}config"] = blob(bundle, each.config.digest)
-    return files
-
-
-_MEDIA = "application/vnd.prejit."
 
 
 @cache
@@ -162,201 +121,141 @@ def chunked(bundle):
     return {roles[name]: size for name, size in named.items() if not name.startswith("kernels")}
 
 
-def draw(bundle, generator, kinds=()):
-    """Draw the damage of one file: in a third of all cases, of one with chunks.
-
-    Args:
-        bundle: the bundle.
-        generator: decides.
-        kinds: the kinds of damage; none: all.
-    """
+def draw(bundle, generator, kinds=(*IN_PLACE, *OF_DIRECTORIES)):
+    """Draw the damage of one file: in a third of all cases, of one with chunks."""
     roles = files(bundle)
     large = [role for role, file in roles.items() if file in chunked(bundle)]
     role = generator.choice(large if generator.random() < 1 / 3 else list(roles))
-    file = roles[role]
-    content = file.read_bytes()
+    content, changed = roles[role].read_bytes(), bytearray(roles[role].read_bytes())
     size = len(content)
     at = generator.randrange(size)
     length = generator.randrange(1, min(MOST_BYTES, size) + 1)
-    kind = generator.choice(kinds or (*IN_PLACE, *OF_DIRECTORIES))
-    writes = ()
+    kind = generator.choice(kinds)
     match kind:
         case "bit flipped":
-            writes = ((at, bytes([content[at] ^ 1 << generator.randrange(8)])),)
+            changed[at] ^= 1 << generator.randrange(8)
         case "byte written":
-            writes = ((at, generator.randbytes(1)),)
+            changed[at] = generator.randrange(256)
         case "range zeroed":
-            writes = ((min(at, size - length), bytes(length)),)
+            start = min(at, size - length)
+            changed[start : start + length] = bytes(length)
         case "ranges swapped":
             length = min(length, size // 2)
             one = generator.randrange(size - 2 * length + 1)
             other = generator.randrange(one + length, size - length + 1)
-            ours, theirs = content[one : one + length], content[other : other + length]
-            writes = ((one, theirs), (other, ours))
+            changed[one : one + length] = content[other : other + length]
+            changed[other : other + length] = content[one : one + length]
         case "cut":
-            size = at
+            del changed[at:]
         case "appended":
-            more = generator.randbytes(length) if generator.random() < 0.5 else bytes(length)
-            writes, size = ((size, more),), size + length
+            changed += generator.choice((generator.randbytes(length), bytes(length)))
         case "exchanged":
             second = generator.choice([each for each in roles if each != role])
-            return Damage(kind, (role, second), file, (), size, roles[second])
+            others = {roles[role]: roles[second].read_bytes(), roles[second]: content}
+            return Damage(kind, (role, second), others)
         case "added":
-            content = file.read_bytes() if generator.random() < 0.5 else generator.randbytes(length)
-            name = generator.choice(
-                [
-                    *("notes.txt", "index.json.bak", ".index.json.1.0badcafe.tmp", "blobs/x"),
-                    *("blobs/sha256/x", f"blobs/sha256/{generator.randbytes(32).hex()}"),
-                    f"blobs/sha256/{digest_of(content + b'x').removeprefix('sha256:')}",
-                ]
-            )
-            return Damage(kind, ("added file",), bundle / name, ((0, content + b"x"),), size)
-    return Damage(kind, (role,), file, writes, size)
+            names = ("notes.txt", "index.json.bak", ".index.json.1.0badcafe.tmp", "blobs/x")
+            hex_digest = generator.randbytes(32).hex()
+            names += ("blobs/sha256/x", f"blobs/sha256/{hex_digest}")
+            new = generator.choice((content, generator.randbytes(length))) + b"x"
+            return Damage(kind, ("added file",), {bundle / generator.choice(names): new})
+    is_gone = kind in ("deleted", "linked")
+    return Damage(kind, (role,), {roles[role]: None if is_gone else bytes(changed)})
 
 
 def draw_position(bundle, number):
     """Return a flipped bit in one chunk, at its first, its last or any byte; and when it is found."""
     [(file, step)] = chunked(bundle).items()
-    content = file.read_bytes()
+    content = bytearray(file.read_bytes())
     number, which = divmod(number, 3)
     number, when = divmod(number, 3)
     start = number * step
     end = min(start + step, len(content))
-    at = (start, end - 1, random.Random(number).randrange(start, end))[which]
+    content[(start, end - 1, random.Random(number).randrange(start, end))[which]] ^= 1
     [role] = (role for role, each in files(bundle).items() if each == file)
-    written = ((at, bytes([content[at] ^ 1])),)
-    damage = Damage(f"bit flipped in chunk {number}", (role,), file, written, len(content))
+    damage = Damage(f"bit flipped in chunk {number}", (role,), {file: bytes(content)})
     return damage, ("beside", "early", "late")[when]
 
 
 def positions(bundle):
-    """Return the number of examples of `draw_position`."""
     [(file, step)] = chunked(bundle).items()
     return 9 * len(range(0, file.stat().st_size, step))
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The outcome of one damage.
-
-    Attributes:
-        differ: the offsets of the bytes that differ.
-        allowed: why a load may give tokens, or None: it must not.
-    """
-
-    differ: frozenset[int]
-    allowed: str | None
-
-
 @contextlib.contextmanager
 def applied(damage, *, hide=False):
-    """Damage a file, and restore it; `hide` sets the times of the file back."""
-    if damage.kind in OF_DIRECTORIES:
-        with _applied_to_directory(damage):
-            yield Applied(frozenset(), _may_pass(damage))
-        return
-    before, times = damage.file.read_bytes(), damage.file.stat()
-    differ = frozenset(
-        start + place
-        for start, written in damage.writes
-        for place, byte in enumerate(written)
-        if before[start + place : start + place + 1] != bytes([byte])
-    )
-    is_same = not differ and damage.size == len(before)
-    with open(damage.file, "r+b", buffering=0) as file:
-        for start, written in damage.writes:
-            os.pwrite(file.fileno(), written, start)
-        file.truncate(damage.size)
-        if hide:
-            os.utime(damage.file, ns=(times.st_atime_ns, times.st_mtime_ns))
-        try:
-            yield Applied(differ, "same bytes" if is_same else _may_pass(damage))
-        finally:  # never shorter than before: a load may still have it mapped
-            os.pwrite(file.fileno(), before, 0)
-            file.truncate(len(before))
+    """Damage files, and restore them; yields the bytes that differ, and why a load may give tokens."""
+    with contextlib.ExitStack() as ends:
+        differ = set()
+        for file, new in damage.changes.items():
+            if not file.exists():
+                ends.callback(file.unlink)
+                file.write_bytes(new)
+                differ.add(0)
+            elif new is None:
+                aside = next(each.parent for each in file.parents if (each / "blobs").is_dir())
+                aside = aside / f"aside {file.name}"
+                file.rename(aside)
+                ends.callback(aside.rename, file)
+                if damage.kind == "linked":
+                    file.symlink_to(aside)
+                differ.add(0)
+            else:
+                before, times = file.read_bytes(), file.stat()
+                one, other = (np.frombuffer(each, np.uint8) for each in (before, new))
+                size = min(len(before), len(new))
+                differ |= {*np.flatnonzero(one[:size] != other[:size])[: 2 * MOST_BYTES].tolist()}
+                differ |= {size} if len(before) != len(new) else set()
+                ends.callback(_overwrite, file, before)
+                _overwrite(file, new)
+                if hide:  # as if nothing had been written
+                    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        yield SimpleNamespace(differ=differ, allowed=_may_pass(damage) if differ else "same bytes")
+
+
+def _overwrite(file, content):
+    """Write a file in place, which is never shorter meanwhile: a load may still have it mapped."""
+    with open(file, "r+b", buffering=0) as opened:
+        os.pwrite(opened.fileno(), content, 0)
+        opened.truncate(len(content))
 
 
 def _may_pass(damage):
     """Return why a load may give tokens of a bundle that differs."""
-    if all(_is_unread(role) for role in damage.roles):
-        return "not read"  # a load looks at its size at most: `prejit verify` reads it
-    if all(_is_unread(role) or role in LENIENT for role in damage.roles):
-        return "read leniently"
-    return None
 
+    def is_unread(role):  # a load looks at its size at most: `prejit verify` reads it
+        is_other = role.startswith("other ") and role != "other manifest"
+        return is_other or role.startswith(ATTACHED) or role == "added file"
 
-def _is_unread(role):
-    """Return whether no load reads a file."""
-    is_other = role.startswith("other ") and role != "other manifest"
-    return is_other or role.startswith(ATTACHED) or role == "added file"
-
-
-@contextlib.contextmanager
-def _applied_to_directory(damage):
-    """Delete a file, put a link into its place, exchange it with another, or add it; then restore all."""
-    file, other = damage.file, damage.other
-    if damage.kind == "added":
-        file.write_bytes(damage.writes[0][1])
-        try:
-            yield
-        finally:
-            file.unlink()
-        return
-    outside = next(each.parent for each in file.parents if (each / "blobs").is_dir())
-    with tempfile.TemporaryDirectory(dir=outside) as directory:
-        aside = Path(directory, "aside")
-        file.rename(aside)
-        try:
-            if damage.kind == "linked":
-                file.symlink_to(aside)
-            elif other is not None:
-                other.rename(file)
-                aside.rename(other)
-            yield
-        finally:
-            if other is not None:
-                other.rename(aside)
-                file.rename(other)
-            aside.rename(file)
+    if all(map(is_unread, damage.roles)):
+        return "not read"
+    is_lenient = all(is_unread(role) or role in LENIENT for role in damage.roles)
+    return "read leniently" if is_lenient else None
 
 
 def judged(bundle, damage, done, found, expected, rejection):
-    """Return what is wrong with a use of a damaged bundle; None: nothing is.
-
-    Args:
-        bundle: the bundle.
-        damage: the damage.
-        done: what it did.
-        found: the tokens, or the text.
-        expected: those of the sound bundle.
-        rejection: the message of the rejection, and the file that it names, or "" if any may be
-            named; None: there was none.
-    """
+    """Return what is wrong with a use that `found` a reply or a rejection: its message, and file or ""."""
     if found != expected[: len(found)]:
         return f"wrong reply: expected {expected!r}, found {found!r}"
     is_whole = len(found) == len(expected)
     if rejection is None:
         return "no error" if done.allowed is None else None if is_whole else f"too short: {found!r}"
+    said, path = rejection
     if done.allowed == "same bytes":
-        return f"rejected without damage: {rejection[0]}"
+        return f"rejected without damage: {said}"
     if is_whole:
-        return f"a finished reply before the error {rejection[0]}"
-    if damage.is_lenient or not rejection[1]:
+        return f"a finished reply before the error {said}"
+    if damage.is_lenient or not path:
         return None
-    return _misleading(bundle, damage, done.differ, *rejection)
-
-
-def _misleading(bundle, damage, differ, said, path):
-    """Return what is wrong with the message of a rejection; None: it names file, place and sizes."""
-    if path not in (str(damage.file), str(damage.other)) or path not in said:
-        return f"expected {damage.file}, found: {said}"
-    if damage.kind in ("cut", "appended") and f"found {damage.size}" not in said:
-        return f"expected the size {damage.size}, found: {said}"
-    in_place = damage.kind not in ("cut", "appended", *OF_DIRECTORIES)
-    if in_place and damage.file in chunked(bundle):
+    if path not in map(str, damage.changes) or path not in said:
+        return f"expected {[*damage.changes]}, found: {said}"
+    [*_, (file, new)] = damage.changes.items()
+    if damage.kind in ("cut", "appended"):
+        return None if f"found {len(new)}" in said else f"expected {len(new)} bytes, found: {said}"
+    if damage.kind not in OF_DIRECTORIES and file in chunked(bundle):
         place = re.search(r"bytes (\d+) to (\d+): expected blake3 ", said)
-        if place is None or not any(int(place[1]) <= at <= int(place[2]) for at in differ):
-            return f"expected an offset near {min(differ)}, found: {said}"
+        if place is None or not any(int(place[1]) <= at <= int(place[2]) for at in done.differ):
+            return f"expected an offset near {min(done.differ)}, found: {said}"
     return None
 
 
@@ -376,17 +275,9 @@ def drop_receipts():
 
 
 def attempt(bundle, campaign, number, expected):
-    """Try an example, and return number, kind, role, mode and result.
+    """Try an example of `random` or of `positions`; `problem` says what is wrong with its result."""
+    from prejit.runtime.errors import RejectError, UntrustedError
 
-    The result is `rejected`, or `same bytes`, `not read` or `read leniently` if the tokens are right, or
-    `bad`; then `problem` says what is.
-
-    Args:
-        bundle: the bundle, which is sound before and afterwards.
-        campaign: `random`, or `positions` for each place of a chunk.
-        number: of the example.
-        expected: the tokens of the sound bundle.
-    """
     if campaign == "positions":
         damage, mode = draw_position(bundle, number)
     else:
@@ -398,23 +289,17 @@ def attempt(bundle, campaign, number, expected):
     with applied(damage, hide=mode == "receipts") as done:
         problem = _audited(bundle, damage, done.allowed)
         tokens, error = _use(bundle, mode)
-        problem = problem or _judged(bundle, damage, done, tokens, error, expected)
+    rejection = None
+    if isinstance(error, RejectError):  # a policy names what is missing now
+        rejection = (str(error), "" if isinstance(error, UntrustedError) else error.path)
+    elif error is not None:
+        problem = problem or f"expected a RejectError, found {error!r}"
+    problem = problem or judged(bundle, damage, done, tokens, expected, rejection)
     if number % 8 == 0:
         gc.collect()  # each bundle has a client of XLA with threads
     result = "bad" if problem else "rejected" if error is not None else str(done.allowed)
-    about = {"number": number, "kind": damage.kind, "role": damage.role, "mode": mode}
+    about = {"number": number, "kind": damage.kind, "file": damage.role, "mode": mode}
     return {**about, "result": result, "problem": problem}
-
-
-def _judged(bundle, damage, done, tokens, error, expected):
-    from prejit.runtime.errors import RejectError, UntrustedError
-
-    if error is not None and not isinstance(error, RejectError):
-        return f"expected a RejectError, found {error!r}"
-    rejection = None
-    if error is not None:  # a policy names what is missing now
-        rejection = (str(error), "" if isinstance(error, UntrustedError) else error.path)
-    return judged(bundle, damage, done, tokens, expected, rejection)
 
 
 def _audited(bundle, damage, allowed):
@@ -428,7 +313,7 @@ def _audited(bundle, damage, allowed):
     except RejectError as error:
         if allowed == "same bytes":
             return f"verify rejects without damage: {error}"
-        is_known = error.path in (str(damage.file), str(damage.other)) or damage.is_lenient
+        is_known = error.path in map(str, damage.changes) or damage.is_lenient
         return None if is_known else f"verify names another file: {error}"
     except Exception as error:
         return f"verify: expected a RejectError, found {error!r}"
@@ -440,19 +325,17 @@ def _use(bundle, mode):
     from prejit.runtime import load
     from prejit.runtime.format import blob_hashing
 
+    kind = blob_hashing.HashingVerification
+    threads = {"threads": 0} if mode == "late" else {}
     tokens = []
-    late = mock.patch.object(
-        blob_hashing,
-        "HashingVerification",
-        partial(_without_threads, blob_hashing.HashingVerification),
-    )
     try:
-        with late if mode == "late" else contextlib.nullcontext():
+        with mock.patch.object(blob_hashing, "HashingVerification", partial(_made, kind, threads)):
             trust = policy_of(bundle) if mode == "policy" else None
             loaded = load(bundle, on_mismatch="error", trust=trust)
+        verification = loaded._open.programs.verification
         if mode == "checks":
-            loaded._open.programs.verification.finish()
-        while mode == "early" and not _is_over(loaded._open.programs.verification):
+            verification.finish()
+        while mode == "early" and not (verification.is_finished or verification._failure):
             time.sleep(0.001)
         for piece in loaded.stream(PROMPT, max_new_tokens=NEW_TOKENS):
             if piece.token_id is not None:
@@ -462,12 +345,8 @@ def _use(bundle, mode):
     return tokens, None
 
 
-def _without_threads(kind, jobs, **options):
-    return kind(jobs, **{**options, "threads": 0})
-
-
-def _is_over(verification):
-    return verification.is_finished or verification._failure is not None
+def _made(kind, changed, jobs, **options):
+    return kind(jobs, **{**options, **changed})
 
 
 def try_all(given):

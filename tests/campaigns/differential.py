@@ -1,26 +1,14 @@
-"""Random functions of random trees, called in every way that a bundle has, beside jax.jit.
-
-    .venv/bin/python -m tests.campaigns.differential SEED FUNCTIONS CHECKS    a batch; prints its outcomes
-
-A batch writes a module of random functions, builds them into one bundle, and calls each with its example's
-kind of arguments and with others: other dtypes, shapes, containers, weak types, settings. A way may refuse
-what it does not have; whatever it answers, jax.jit answers too, with the same tree, dtypes, weak types and
-values. It may never refuse arguments like the example's, and `jit` refuses nothing that jax.jit takes.
-"""
+"""Random functions of random trees, called in every way that a bundle has, beside jax.jit."""
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import random
 import sys
 import tempfile
-import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,19 +16,8 @@ import numpy as np
 from prejit.compiler import Program, build, program
 from prejit.runtime import FallbackWarning, PrejitError, jit, load
 
-from .random_functions import (
-    EXAMPLE,
-    RETREED,
-    SHARED,
-    Function,
-    Pair,
-    Record,
-    Turned,
-    given,
-    random_function,
-    retreed,
-    variants,
-)
+from . import random_functions
+from .random_functions import EXAMPLE, RETREED, SHARED, Pair, Record, Turned, given
 
 SETTINGS = (
     lambda: jax.enable_x64(True),
@@ -54,9 +31,6 @@ SET = "another setting"
 SAME, REFUSED = "same", "refused"
 BIND = "bind, two calls"
 BIND_ALL = "bind of all arguments, four calls"
-
-
-# ---------------------------------------------------------------------- comparison
 
 
 class DifferenceError(Exception):
@@ -77,25 +51,19 @@ def compare(found, wanted):
         if isinstance(mine, jax.Array) and mine.weak_type != theirs.weak_type:
             raise DifferenceError(f"{where}: weak_type {mine.weak_type}, for {theirs.weak_type}")
         one, other = (np.asarray(each) for each in (mine, theirs))
+        same = np.array_equal(one, other)
         if one.dtype.kind not in "biu":
+            near = TOLERANCES.get(one.dtype.name, 1e-5)
             wide = np.complex128 if one.dtype.kind == "c" else np.float64
-            tolerance = TOLERANCES.get(one.dtype.name, 1e-5)
+            one, other = one.astype(wide), other.astype(wide)
             with np.errstate(invalid="ignore"):
-                same = np.allclose(
-                    one.astype(wide), other.astype(wide), tolerance, tolerance, equal_nan=True
-                )
-        else:
-            same = np.array_equal(one, other)
+                same = np.allclose(one, other, near, near, equal_nan=True)
         if not same:
             raise DifferenceError(f"{where}: {one.tolist()}, for {other.tolist()}")
 
 
 def plain(tree):
-    """Return a tree with OrderedDicts for dicts and records with names, and tuples for lists.
-
-    Calls of a bundle return what was built. They take a record for a dict, in any order, and a list for a
-    tuple. A dict has the order that it has.
-    """
+    """Return a tree with OrderedDicts for dicts and records with names, and tuples for lists."""
 
     def is_other(node):
         return isinstance(node, dict | tuple | list)
@@ -110,89 +78,51 @@ def plain(tree):
     return jax.tree.map(change, tree, is_leaf=is_other)
 
 
-# ---------------------------------------------------------------------- a batch
+BAD = (
+    *("another answer", "answered what jax refuses", "refused the example", "refused by jit"),
+    "raw error",
+)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A function in all its forms.
-
-    Attributes:
-        reference: jax.jit of it.
-        ways: what is compared with it, by name; `BIND` with two calls of it, `BIND_ALL` with four.
-    """
-
-    function: Function
-    reference: Callable[..., Any]
-    ways: dict[str, Callable[..., Any]]
-
-
-@dataclass
 class Outcomes:
     """Numbers of checks by variant, way and outcome, and a bad one for each variant of a function."""
 
-    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    bad: dict[tuple[str, str], str] = field(default_factory=dict)
+    def __init__(self):
+        self.counts = Counter()
+        self.bad = {}
 
     def add(self, variant, way, outcome, function, arguments, text=""):
-        """Count a check."""
         self.counts[variant, way, outcome] += 1
         if outcome in BAD:
             said = f"{outcome}: {way}, {variant}: {text}\n{function.source}\n{arguments!r}"
             self.bad.setdefault((function.name, variant), said[:3000])
 
 
-BAD = (
-    "another answer",
-    "answered what jax refuses",
-    "refused the example",
-    "refused by jit",
-    "raw error",
-)
-
-
 def run_batch(seed, functions, checks, directory):
-    """Build random functions and check each a number of times, about."""
     chance = random.Random(seed)
-    made = [random_function(f"f{number}", chance) for number in range(functions)]
-    module = _module(made, directory, seed)
-    built = build(
-        [_program(getattr(module, each.name), each, chance) for each in made],
-        directory,
-        name=f"differential-{seed}",
-        cache=directory / "cache",
-        quiet=True,
+    made = [random_functions.random_function(f"f{number}", chance) for number in range(functions)]
+    name = f"functions_{seed}"
+    head = (
+        "from collections import OrderedDict, defaultdict\nimport jax\nimport jax.numpy as jnp\n"
+        "from tests.campaigns.random_functions import Pair, Record\n\n"
     )
+    text = head + "\n\n".join(each.source for each in made) + "\n"
+    (directory / f"{name}.py").write_text(text)
+    sys.path.insert(0, str(directory))
+    module = importlib.import_module(name)
+    programs = [_program(getattr(module, each.name), each, chance) for each in made]
+    options = {"name": f"differential-{seed}", "cache": directory / "cache", "quiet": True}
+    built = build(programs, directory, **options)
     outcomes = Outcomes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         bundle = load(built.path, types=(Pair, Turned, Record), on_mismatch="error")
         for each in made:
-            _check(
-                _subject(getattr(module, each.name), each, bundle),
-                chance,
-                checks // functions,
-                outcomes,
-            )
+            function = getattr(module, each.name)
+            ways = _ways(function, each, bundle)
+            _check(each, jax.jit(function), ways, chance, checks // functions, outcomes)
         jax.clear_caches()
     return outcomes
-
-
-def _module(functions, directory, seed):
-    """Write functions into a module, and import it."""
-    file = directory / f"functions_{seed}.py"
-    head = (
-        "from collections import OrderedDict, defaultdict\nimport jax\nimport jax.numpy as jnp\n"
-        "from tests.campaigns.random_functions import Pair, Record\n\n"
-    )
-    file.write_text(head + "\n\n".join(each.source for each in functions) + "\n")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _program(function, made, chance):
@@ -204,7 +134,8 @@ def _program(function, made, chance):
     return Program(made.name, fn=function, args=kinds, buckets={"n": (2, 4)}, **sizes)
 
 
-def _subject(function, made, bundle):
+def _ways(function, made, bundle):
+    """Return the ways that are compared; `BIND` makes two calls of it, `BIND_ALL` four."""
     name = made.name
 
     def on_device(*arguments):
@@ -232,17 +163,16 @@ def _subject(function, made, bundle):
             return tuple(step.read().values())
 
         ways |= {BIND: bound, BIND_ALL: all_bound}
-    return Subject(made, jax.jit(function), ways)
+    return ways
 
 
-def _check(subject, chance, checks, outcomes):
+def _check(made, reference, ways, chance, checks, outcomes):
     kinds = [
-        (variant, tree, chance.randrange(1 << 30))
-        for variant, tree in variants(subject.function, chance)
+        (*variant, chance.randrange(1 << 30)) for variant in random_functions.variants(made, chance)
     ]
     setting = chance.choice(SETTINGS)
-    kinds.append((SET, subject.function.example, 0))
-    draws = max(1, round(checks / len(kinds) / len(subject.ways)))
+    kinds.append((SET, made.example, 0))
+    draws = max(1, round(checks / len(kinds) / len(ways)))
     chance.shuffle(kinds)  # what a call leaves behind must not change another
     for _ in range(draws):
         for variant, tree, seed in kinds:
@@ -250,38 +180,35 @@ def _check(subject, chance, checks, outcomes):
             if variant == SHARED:
                 arguments = (arguments[0],) * len(arguments)
             elif variant == RETREED:
-                arguments = retreed(usual, random.Random(seed))
+                arguments = random_functions.retreed(usual, random.Random(seed))
             with setting() if variant == SET else contextlib.nullcontext():
-                _compare_ways(subject, variant, arguments, usual, outcomes)
+                for way, outcome, text in _compared(reference, ways, variant, arguments, usual):
+                    outcomes.add(variant, way, outcome, made, arguments, text)
 
 
-def _compare_ways(subject, variant, arguments, usual, outcomes):
-    """Compare the answers of all ways to arguments with those of jax.jit.
-
-    A dict with a record's names may stand for it, though the function cannot read it: the answer is that to
-    the `usual` arguments.
-    """
+def _compared(reference, ways, variant, arguments, usual):
+    """Compare the answers of all ways to arguments with those of jax.jit, by name with the usual ones."""
     wanted = error = by_name = None
     try:
-        wanted = subject.reference(*arguments)
+        wanted = reference(*arguments)
     except Exception as raised:
         error = raised
         if variant == RETREED:
-            by_name = subject.reference(*usual)
+            by_name = reference(*usual)
     swapped = any(
         isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
         for leaf in jax.tree.leaves(arguments)
     )
-    for way, call in subject.ways.items():
+    for way, call in ways.items():
         if swapped and way.startswith("jit"):
             continue  # jax refuses them, but its dispatch takes them, wrongly, after a call like it
         expected = by_name if error else wanted
         if way == BIND and expected is not None:
             others = (usual if error else arguments)[1:]
-            expected = subject.reference(expected[0], *others)
+            expected = reference(expected[0], *others)
         elif way == BIND_ALL and expected is not None:
             for _ in range(3):
-                expected = subject.reference(*expected)
+                expected = reference(*expected)
         form = (lambda tree: tree) if way.startswith("jit") else plain
         outcome, text = _outcome(call, arguments, error, expected, form)
         if outcome == REFUSED and variant == EXAMPLE and way not in (BIND, BIND_ALL):
@@ -290,7 +217,7 @@ def _compare_ways(subject, variant, arguments, usual, outcomes):
             outcome = "refused by jit"
         elif error and by_name is None and outcome == SAME:
             outcome, text = "answered what jax refuses", repr(error)[:500]
-        outcomes.add(variant, way, outcome, subject.function, arguments, text)
+        yield way, outcome, text
 
 
 def _outcome(call, arguments, error, wanted, form):
@@ -309,22 +236,9 @@ def _outcome(call, arguments, error, wanted, form):
     return SAME, ""
 
 
-def main():
-    """Run a batch."""
+if __name__ == "__main__":
     seed, functions, checks = map(int, sys.argv[1:4])
-    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="differential-") as directory:
         outcomes = run_batch(seed, functions, checks, Path(directory))
     counts = [[*key, count] for key, count in sorted(outcomes.counts.items())]
-    json.dump(
-        {
-            "seconds": round(time.monotonic() - started, 1),
-            "counts": counts,
-            "bad": [*outcomes.bad.values()],
-        },
-        sys.stdout,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps({"counts": counts, "bad": [*outcomes.bad.values()]}))

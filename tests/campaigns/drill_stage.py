@@ -17,60 +17,86 @@ from tests.waiting import wait_for
 
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 
+from .campaign import setting
+from .drill_records import keep
 from .honest_clients import start
 
 CLIENTS = 2
+FETCH = "prejit copy SOURCE FRESH"
 
 
 class Stage:
-    """The servers, the clients and the Prometheus of one drill.
+    """The servers, the clients and the Prometheus of one drill: `watch`, and its last `alert`."""
 
-    Attributes:
-        directory: of its files.
-        bundle: its own copy of the bundle.
-        source: the bundle that it was copied from.
-        answers: what the bundle answers to honest clients.
-    """
-
-    def __init__(self, directory, source, answers):
-        self.directory, self.source, self.answers = directory, source, answers
+    def __init__(self, name, directory, source, answers):
+        self._name, self.directory, self.source, self.answers = name, directory, source, answers
         self.bundle = Path(shutil.copytree(source, directory / "bundle", symlinks=True))
+        self.admin = directory / "admin"
+        self.watch = None
+        self._alert, self._seconds = "", 0
         self._servers = []
         self._clients = []
-        self._ends = contextlib.ExitStack()
 
     def serve(self, *arguments, **options):
         """Start a server; without arguments, of the bundle."""
         self._servers.append(Process(*(arguments or (self.bundle,)), **options))
         return self._servers[-1]
 
-    def watch(self):
-        """Start a Prometheus that scrapes the servers, and wait until it has scraped all of them."""
+    def begin_watch(self, *, ready=True):
+        """Start a Prometheus that scrapes the servers once they are ready, and has scraped all."""
+        for each in self._servers if ready else ():
+            each.wait_until_ready()
         ports = {each.port for each in self._servers}
-        found = Prometheus(self.directory / "watch", sorted(ports))
-        self._ends.callback(found.close)
-        wait_for(lambda: found.value("up") == len(ports), what="Prometheus does not reach all")
-        return found
+        self.watch = Prometheus(self.directory / "watch", sorted(ports))
+        up = len(ports)
+        wait_for(lambda: self.watch.value("up") == up, what="Prometheus does not reach all")
 
     def load(self, server, count=CLIENTS):
-        """Let honest clients use a server."""
         self._clients.append(start(server, count))
         return self._clients[-1]
 
-    def check(self, *clients, answers=None):
+    def alert(self, name, seconds=120):
+        """Wait for an alert, which is that of the drill."""
+        self._alert, self._seconds = name, self.watch.wait_for_alert(name, seconds)
+
+    def follow(self, command, *, status=0, alert=None, **words):
+        """Run a command of the alert's runbook, which ends with a status."""
+        done = self.watch.follow(alert or self._alert, command, **words)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    def fetched(self):
+        """Return a sound copy of the bundle, as the alert's runbook gets it."""
+        fresh = self.directory / "fresh"
+        self.follow(FETCH, SOURCE=self.source, FRESH=fresh)
+        return fresh
+
+    def end_alert(self):
+        self.watch.wait_for_end(self._alert)
+
+    def check(self, *clients):
         """End clients that saw no failure and no wrong answer. Return the number of their requests."""
         for each in clients:
             each.end()
             assert not each.failures, each.failures[:5]
-            assert each.texts <= (self.answers if answers is None else answers)
+            assert each.texts <= self.answers
         return sum(each.requests for each in clients)
+
+    def record(self, failure, clients, metric="", recovery=""):
+        """Show what was broken, what clients saw, what moved and ended it; keep it if all drills run."""
+        found = {"failure": failure, "clients": clients, "metric": metric, "alert": self._alert}
+        found |= {"seconds": self._seconds, "recovery": recovery}
+        print(found)
+        if setting("DRILLS", 0):
+            keep(self._name, found)
 
     def close(self):
         for clients in self._clients:
             clients.end()
         for server in self._servers:
             server.kill()
-        self._ends.close()
+        if self.watch is not None:
+            self.watch.close()
 
 
 def weights_file(bundle):

@@ -1,12 +1,4 @@
-"""lm-evaluation-harness against `prejit serve`, and the same tasks with transformers on the same checkpoint.
-
-    make evaluation                                          installs the harness and torch in an environment
-    .venv/bin/python -m tests.campaigns.evaluation PYTHON    with the interpreter of one that has them
-
-The tasks of `evaluation_tasks` run twice: by `local-completions`, the harness's client of OpenAI servers, and
-by `hf`. Log-likelihoods must agree within 1e-4, greedy flags and generated texts exactly, but for a space
-before a text, which `hf` drops because it decodes the new tokens alone. The figures go to evaluation.json.
-"""
+"""lm-evaluation-harness against `prejit serve`, and the same tasks with transformers on its checkpoint."""
 
 import json
 import os
@@ -14,56 +6,42 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 from tests.campaigns.campaign import ROOT, facts, figures_file, write_figures
+from tests.integration.test_serve import Process
 from tests.manifests import write_manifest
-from tests.ports import free_port
 
 TASKS = Path(__file__).with_name("evaluation_tasks")
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT / "shared"))
-MOST_DIFFERENCE = 1e-4
-"""Log-likelihoods of texts of up to 40 tokens may differ by so much."""
+MOST_DIFFERENCE = 1e-4  # log-likelihoods of texts of up to 40 tokens may differ by so much
 _NAMES = tuple(sorted(f"prejit_{path.stem}" for path in TASKS.glob("*.yaml")))
 
 
-def main(arguments):
+def main(python):
     """Run the tasks both ways and write the figures; return 1 if they differ."""
-    python, model = arguments[0], SHARED / "data" / "stories260k"
+    model = SHARED / "data" / "stories260k"
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         sizes = {"batch": (1, 8), "prompt": (32,)}
         manifest = write_manifest(directory / "stories.toml", model, name="stories", **sizes)
         prejit = [sys.executable, "-m", "prejit.runtime"]
         subprocess.run([*prejit, "build", manifest, "-o", directory], check=True)
-        port = free_port()
-        command = [*prejit, "serve", str(directory / "stories"), "--port", str(port)]
-        with subprocess.Popen(command) as server:
-            try:
-                _wait(f"http://127.0.0.1:{port}/health/ready")
-                started = time.perf_counter()
-                served = _harness(
-                    python,
-                    directory / "served",
-                    "local-completions",
-                    {
-                        "model": "stories",
-                        "base_url": f"http://127.0.0.1:{port}/v1/completions",
-                        "tokenizer": model,
-                        "tokenizer_backend": "huggingface",
-                        "num_concurrent": 4,
-                        "max_length": 256,
-                        "add_bos_token": True,
-                    },
-                )
-                seconds = time.perf_counter() - started
-            finally:
-                server.terminate()
+        server = Process(directory / "stories").wait_until_ready()
+        try:
+            started = time.perf_counter()
+            options = {
+                **{"model": "stories", "base_url": f"{server.url}/v1/completions"},
+                **{"tokenizer": model, "tokenizer_backend": "huggingface"},
+                **{"num_concurrent": 4, "max_length": 256, "add_bos_token": True},
+            }
+            served = _harness(python, directory / "served", "local-completions", options)
+            seconds = time.perf_counter() - started
+        finally:
+            server.kill()
         options = {"pretrained": model, "dtype": "float32", "add_bos_token": True}
-        expected = _harness(
-            python, directory / "expected", "hf", {**options, "max_length": 256}, "--device", "cpu"
-        )
+        options["max_length"] = 256
+        expected = _harness(python, directory / "expected", "hf", options, "--device", "cpu")
     compared = {name: _compared(served[name], expected[name]) for name in _NAMES}
     packages = ("lm_eval", "torch", "transformers")
     asked = f"import importlib.metadata as m; print(*map(m.version, {packages}))"
@@ -77,26 +55,11 @@ def main(arguments):
     }
     write_figures("evaluation", figures)
     sys.stdout.write(figures_file("evaluation").read_text())
-    return int(
-        any(
-            found["most_difference"] > MOST_DIFFERENCE or found["other"]
-            for found in compared.values()
-        )
-    )
-
-
-def _wait(url):
-    for _ in range(600):
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit(f"{url}: expected a server that is ready within a minute, found none")
+    found = compared.values()
+    return any(each["most_difference"] > MOST_DIFFERENCE or each["other"] for each in found)
 
 
 def _harness(python, output, kind, options, *more):
-    """Return what the harness found for each item of each task."""
     given = ",".join(f"{name}={value}" for name, value in options.items())
     command = [python, "-m", "lm_eval", "run", "--model", kind, "--model_args", given, *more]
     command += ["--tasks", ",".join(_NAMES), "--include_path", str(TASKS), "--log_samples"]
@@ -127,4 +90,4 @@ def _compared(found, expected):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1]))

@@ -1,20 +1,18 @@
-"""Kill a command, or fail one of its system calls, at any place; then look at what it left and mend it.
+"""Kill a command, or fail one of its system calls, at any place; then look at what it left and mend it."""
 
-The functions named `Scenario.command`, and `heal`, run in processes of their own (processes.py). faults.c is
-preloaded there: it counts the calls on files below a directory and breaks the n-th.
-"""
-
+import contextlib
 import ctypes
 import dataclasses
 import errno
+import io
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +23,9 @@ ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOMEM", "EMFI
 INTERRUPTIBLE = frozenset(("open", "read", "write", "fsync", "lock"))
 """The calls that can give EINTR. No kernel interrupts the others."""
 LASTING = ("ENOSPC", "EROFS", "EIO")
-"""What may hold from a call on, for every later call of its name."""
 MAY_FAIL_ANYHOW = frozenset(("open", "write", "fsync", "rename", "link", "mmap"))
-"""The calls that get each error; the others get `FEW_ERRORS`."""
 FEW_ERRORS = ("EIO", "EACCES", "EINTR")
-LASTING_EVERY = 5
-"""Errors that last begin at every n-th call."""
+LASTING_EVERY = 5  # errors that last begin at every n-th call
 BUCKETS = (1, 2)
 MANIFEST = f"""
 [bundle]
@@ -49,16 +44,6 @@ OLD, NEW = 2, 3
 
 @dataclass(frozen=True)
 class Fault:
-    """What breaks.
-
-    Attributes:
-        at: the number of the call, from 1, of those on files below the directory; 0: none.
-        error: the name of the error; None: SIGKILL of the process group.
-        lasts: whether every later call of the same name fails too.
-        after_seconds: kill the group after this time instead.
-        clock_seconds: by how much the command's clock is ahead.
-    """
-
     at: int = 0
     error: str | None = None
     lasts: bool = False
@@ -67,14 +52,12 @@ class Fault:
 
 
 def compile_shim(directory):
-    """Return the shared library to preload.
+    """Return the shared library to preload. Skip the test where there is no C compiler."""
+    import pytest  # not in each process that breaks
 
-    Raises:
-        FileNotFoundError: there is no C compiler.
-    """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise FileNotFoundError("no C compiler: cc, gcc or clang")
+        pytest.skip("no C compiler: cc, gcc or clang")
     library = directory / "faults.so"
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SHIM), "-ldl"]
     subprocess.run(command, check=True)
@@ -82,7 +65,6 @@ def compile_shim(directory):
 
 
 def write_project(directory, factor):
-    """Write the manifest and the function, with its factor."""
     (directory / "tiny.toml").write_text(MANIFEST)
     (directory / "tiny_model.py").write_text(f"def f(x):\n    return x * {factor:>20} + 1\n")
     shutil.rmtree(directory / "__pycache__", ignore_errors=True)  # it holds only for whole seconds
@@ -95,7 +77,6 @@ def _main(*arguments):
 
 
 def build(directory):
-    """Build the project of a directory, with a cache of its own."""
     options = ("-o", directory / "out", "--cache", directory / "cache", "--json")
     return _main("build", directory / "tiny.toml", *options)
 
@@ -107,14 +88,11 @@ def collect(directory):
 
 def write_key(directory):
     """Write a key to sign with, and the policy that wants its signature."""
-    from cryptography.hazmat.primitives import serialization
-    from tests.signers import key_table, signer
+    from tests.signers import key_table, private_pem, write_policy
 
-    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    key = signer("chaos").private.private_bytes(pem, pkcs8, serialization.NoEncryption())
-    (directory / "key.pem").write_bytes(key)
+    (directory / "key.pem").write_bytes(private_pem("chaos"))
     rule = '[[rules]]\nnames = ["*"]\nkeys = ["chaos"]\n'
-    (directory / "trust.toml").write_text(key_table("chaos") + rule)
+    write_policy(directory / "trust.toml", key_table("chaos"), rule)
 
 
 def sign(directory):
@@ -140,27 +118,16 @@ def value(directory, *, other_machine=False):
 
 
 def value_of(path, cache, *, other_machine=False):
-    """Return what the programs of a bundle give for ones.
-
-    Args:
-        path: the bundle.
-        cache: the runtime's cache.
-        other_machine: whether this machine is none of its targets.
-    """
-    import warnings
-
     import numpy as np
 
     from prejit.runtime import Fingerprint, load
 
     os.environ["PREJIT_RUNTIME_CACHE"] = str(cache)
-    fingerprint = None
-    if other_machine:
-        fingerprint = dataclasses.replace(Fingerprint.current(), jaxlib="0.4.0")
-    found = set[float]()
+    other = dataclasses.replace(Fingerprint.current(), jaxlib="0.4.0")
+    found = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with load(path, fingerprint=fingerprint) as bundle:
+        with load(path, fingerprint=other if other_machine else None) as bundle:
             for n in BUCKETS:
                 found.update(bundle.call("p", x=np.ones(n, np.float32)).tolist())
     [one] = found
@@ -197,9 +164,6 @@ def broken(order):
 
 def heal(root):
     """Say what is there, build again, and say what is there then. The state is printed as JSON."""
-    import contextlib
-    import io
-
     said = {"kept": len([*root.glob("cache/v1/actions/compile/*.json")])}
     bundle = root / "out" / "tiny"
     if (bundle / "index.json").exists():
@@ -215,34 +179,20 @@ def heal(root):
     [built] = json.loads(printed.getvalue())
     said |= {"compiled": built["compiled"], "healed": value(root)}
     said["elsewhere"] = value(root, other_machine=True)
-    temporary = [
-        *root.glob("out/**/*.tmp"),
-        *root.glob("cache/v1/temp/*"),
-        *root.glob("runtime/compiled/v1/*.tmp"),
-    ]
+    patterns = ("out/**/*.tmp", "cache/v1/temp/*", "runtime/compiled/v1/*.tmp")
+    temporary = [each for pattern in patterns for each in root.glob(pattern)]
     said["left"] = [str(each.relative_to(root)) for each in temporary]
     print(json.dumps(said))
     return 0
 
 
 def every_fault(calls):
-    """Return all faults of a command: a kill at every call, each error at every call, and errors that last.
-
-    Args:
-        calls: the names of the command's calls, in their order.
-    """
+    """Return a kill at every call of a command, each error at every call, and errors that last."""
     faults = [Fault(at) for at in range(1, len(calls) + 1)]
     for at, name in enumerate(calls, 1):
         errors = ERRORS if name in MAY_FAIL_ANYHOW else FEW_ERRORS
-        faults += [
-            Fault(at, error) for error in errors if error != "EINTR" or name in INTERRUPTIBLE
-        ]
+        errors = [each for each in errors if each != "EINTR" or name in INTERRUPTIBLE]
+        faults += [Fault(at, each) for each in errors]
         if at % LASTING_EVERY == 0:
             faults += [Fault(at, error, lasts=True) for error in LASTING]
     return faults
-
-
-def random_kills(count, seconds, seed):
-    """Return kills at random times of a command that takes so long."""
-    pick = random.Random(seed)
-    return [Fault(after_seconds=pick.uniform(0, seconds)) for _ in range(count)]

@@ -27,16 +27,6 @@ REQUIREMENT = "dev.prejit.requirement"
 
 @dataclass
 class Draft:
-    """A bundle in memory, to be changed.
-
-    Attributes:
-        root: `index.json`.
-        index: the bundle's index.
-        targets: manifest and config of each target.
-        blobs: layers by digest.
-        hooks: change the bytes of a file when it is written, before its digest is computed: by role.
-    """
-
     root: Any
     index: Any
     targets: list[tuple[Any, Any]]
@@ -86,7 +76,6 @@ def described(content):
 
 @cache
 def sound(name):
-    """Return the files of a golden bundle."""
     path = GOLDEN / name
     return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
@@ -168,12 +157,6 @@ def put(draft, config, layer, content):
         pieces = [content[at : at + size] for at in range(0, len(content), size)]
         chunks["digests"] = [blake3(piece).hexdigest() for piece in pieces]
         chunks.pop("verity", None)
-
-
-def frames_of(config):
-    """Return the segments of a config."""
-    frames = [p[key] for p in config["programs"] for key in ("executable", "portable")]
-    return [*frames, *(each["entry"] for each in config.get("recorded", []))]
 
 
 def attacked(name, generator):
@@ -258,7 +241,8 @@ def _bomb(draft, generator):
 def _frame_of(draft, generator):
     """Return a config, one of its packs, the pack's bytes, and the segments of one of its frames."""
     manifest, config = generator.choice(draft.targets)
-    segments = frames_of(config)
+    segments = [p[key] for p in config["programs"] for key in ("executable", "portable")]
+    segments += [each["entry"] for each in config.get("recorded", [])]
     chosen = generator.choice(segments)
     layer = pack_of(manifest, config, chosen)
     same = [each for each in segments if each["digest"] == chosen["digest"] and each is not chosen]

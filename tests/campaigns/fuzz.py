@@ -1,13 +1,4 @@
-"""Hostile bundles: each is rejected with an error of prejit's, or is right; soon, in little memory.
-
-    PREJIT_FUZZ_EXAMPLES=100000 .venv/bin/python -m tests.campaigns.fuzz     all of them, and fuzz.json
-    .venv/bin/python -m tests.campaigns.fuzz NUMBER                          one again, with its traceback
-
-Each example has a seed of its own. It changes a golden bundle and asks `prejit verify`, in this process. Some
-kinds leave the digests as they are, as a bad disk does. The others set all of them right again, as an
-attacker does. Of bundles with one target it also asks a load and all that may follow one: what one of the two
-accepts the other must accept. Nothing reaches XLA or the dynamic linker.
-"""
+"""Hostile bundles: each is rejected with an error of prejit's, or is right; soon, in little memory."""
 
 import contextlib
 import dataclasses
@@ -22,6 +13,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from prejit.runtime.errors import PrejitError, RejectError
@@ -33,18 +25,8 @@ LOADED = ("decoder", "encoder", "chunks", "reader")
 """Bundles of one target without kernels: a load reads all that `prejit verify` reads."""
 MOST_SECONDS = 0.2
 MOST_BYTES = 64 << 20
-"""The CPU time and the memory that an example may take beyond those of the sound bundle."""
 SECONDS_PER_BYTE = 5e-8
 """The CPU time that it may take for each byte that it has beyond the sound bundle: JSON takes as long."""
-
-
-class NoDevice:
-    """Stands in place of a device: a campaign runs nothing."""
-
-    in_cluster = False
-
-    def __init__(self, *_):
-        pass
 
 
 def read_as_loads_do(path):
@@ -52,7 +34,8 @@ def read_as_loads_do(path):
     from prejit.runtime import load
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
 
-    with warnings.catch_warnings(), mock.patch("prejit.runtime.loaded_bundle.Device", NoDevice):
+    no_device = mock.Mock(return_value=SimpleNamespace(in_cluster=False))
+    with warnings.catch_warnings(), mock.patch("prejit.runtime.loaded_bundle.Device", no_device):
         warnings.simplefilter("ignore")
         loaded = load(path)
     parts = loaded._open
@@ -80,10 +63,7 @@ def read_as_loads_do(path):
 
 @dataclass
 class Tried:
-    """An example, what was done to which bundle, and its outcome: `rejected` or `accepted`.
-
-    CPU time and memory are those beyond the sound bundle's. An empty `problem` is none.
-    """
+    """An example and its outcome; CPU time and memory are those beyond the sound bundle's."""
 
     number: int
     bundle: str
@@ -133,8 +113,6 @@ def beyond(seconds, allowed, more_bytes):
 
 
 class Fuzzer(Examples):
-    """Asks `prejit verify` and loads in this process."""
-
     def __init__(self):
         super().__init__()
         self._usual = {}
@@ -190,7 +168,6 @@ class Fuzzer(Examples):
 
 
 def memory_of(name):
-    """Return a line of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
     assert found is not None
@@ -198,10 +175,8 @@ def memory_of(name):
 
 
 def is_unfit(message):
-    """Return whether no terminal should show a message."""
-    return len(message) > 4000 or bool(
-        re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", message)
-    )
+    bad = re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", message)
+    return bad is not None or len(message) > 4000
 
 
 def _differs(path, error, show):
@@ -222,36 +197,28 @@ def _differs(path, error, show):
 
 def try_all(attempt, count, every):
     """Try so many examples, and print the bad ones and, after each `every`, how far it is."""
-    found, bad = [], 0
+    found = []
     for number in range(count):
         tried = attempt(number)
         found.append(tried)
         if tried.problem:
-            bad += 1
             print(f"{number} {tried.bundle} {tried.kind}: {tried.problem}", file=sys.stderr)
         if number % 100 == 99:
             gc.collect()  # bundles that were refused have files open until then
-        if (number + 1) % every == 0:
+        if number % every == every - 1:
+            bad = sum(bool(each.problem) for each in found)
             print(f"{number + 1} examples, {bad} bad", file=sys.stderr, flush=True)
     return found
 
 
 def figures_of(found, started, *packages, usual, **more):
-    """Return the figures of a campaign, as its file has them.
-
-    Args:
-        found: all examples.
-        started: when they began, by time.monotonic.
-        packages: whose versions are among the figures.
-        usual: the examples whose time and memory count.
-        more: other figures.
-    """
+    """Return the figures of a campaign; the time and the memory of `usual` examples count."""
     problems = [each for each in found if each.problem]
     by_kind = {}
     for (kind, outcome), count in sorted(Counter((t.kind, t.outcome) for t in found).items()):
         by_kind.setdefault(kind, {})[outcome] = count
-    seconds = max([0.0, *(each.seconds for each in usual)])
-    most_bytes = max([0, *(each.more_bytes for each in usual)])
+    seconds = max((each.seconds for each in usual), default=0.0)
+    most_bytes = max((each.more_bytes for each in usual), default=0)
     return {
         **facts(*packages),
         "examples": len(found),
@@ -259,8 +226,8 @@ def figures_of(found, started, *packages, usual, **more):
         "bad": [dataclasses.asdict(each) for each in problems[:20]],
         "bad_count": len(problems),
         **more,
-        "most_seconds_beyond_a_sound_bundle": round(seconds, 3),
-        "most_megabytes_beyond_a_sound_bundle": round(most_bytes / 2**20, 1),
+        "most_seconds_beyond_a_sound_bundle": round(max(0.0, seconds), 3),
+        "most_megabytes_beyond_a_sound_bundle": round(max(0, most_bytes) / 2**20, 1),
         "outcomes": by_kind,
     }
 

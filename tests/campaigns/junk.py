@@ -11,7 +11,6 @@ HUGE = (
     *("Infinity", "true", "null", "[]"),
     *(str(2**63), str(2**63 - 1), str(2**64), str(2**31), str(2**53 + 1)),
 )
-"""Values that replace an integer."""
 NUMBERS = (-2, -1, 0, 1, 3, 7, 100_000, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**400)
 FLOATS = (-1.0, 0.0, 1e-300, 0.5, 1.5, 1e300, math.inf, -math.inf, math.nan)
 NASTY = (
@@ -22,9 +21,6 @@ NASTY = (
     *("sha256:" + "0" * 64, "1" + ".1" * 8000, "1." * 8000, "nested 90", "nested 2000"),
 )
 """Values that replace any other. `nested N` is written as N lists in each other."""
-
-
-# Bytes
 
 
 def flipped(content, generator):
@@ -38,14 +34,12 @@ def flipped(content, generator):
 
 
 def cut(content, generator):
-    """Return bytes without their end, or with more."""
     if generator.random() < 0.3:
         return content + generator.randbytes(generator.randrange(1, 100))
     return content[: generator.randrange(len(content) + 1)]
 
 
 def zeroed(content, generator):
-    """Return bytes with a range of zeros or of noise."""
     start = generator.randrange(len(content) + 1)
     size = min(generator.randrange(1, 600), len(content) - start)
     middle = bytes(size) if generator.random() < 0.5 else generator.randbytes(size)
@@ -53,27 +47,16 @@ def zeroed(content, generator):
 
 
 def damaged(content, generator):
-    """Return bytes that are damaged in one of these ways."""
     return generator.choice([flipped, cut, zeroed])(content, generator)
 
 
-# Values
-
-
 def nasty(generator):
-    """Return one of `NASTY`, or a few of them."""
     value = deepcopy(generator.choice(NASTY))
     return [value, nasty(generator)] if generator.random() < 0.1 else value
 
 
 def edited(plain, generator, more=()):
-    """Return a JSON value with one to three of its parts changed, taken away, doubled or exchanged.
-
-    Args:
-        plain: the value.
-        generator: decides.
-        more: names that may be added to it.
-    """
+    """Return a JSON value with one to three of its parts changed, taken away, doubled or exchanged."""
     plain = deepcopy(plain)
     for _ in range(generator.randrange(1, 4)):
         if more and generator.random() < 0.3:
@@ -122,14 +105,9 @@ def _edit(holder, key, generator):
 
 def mutated(plain, more=()):
     """Return a strategy that draws what `edited` returns."""
-    from hypothesis import (
-        strategies as st,
-    )  # here, because each process of a campaign imports this file
+    import hypothesis.strategies as st  # here: each process of a campaign imports this file
 
     return st.integers(0, 2**32 - 1).map(lambda seed: edited(plain, Random(seed), more))
-
-
-# JSON and TOML
 
 
 def huge_numbers(generator):
@@ -173,7 +151,6 @@ def wide(generator):
 
 
 def encoded(plain):
-    """Return canonical JSON."""
     return _nested(json.dumps(plain, sort_keys=True, separators=(",", ":"))).encode()
 
 

@@ -1,26 +1,10 @@
-"""Hostile bundles through the full loader: each in a child process that loads and runs it.
-
-    PREJIT_LOADS_EXAMPLES=2000 .venv/bin/python -m tests.campaigns.loads      all of them, and loads.json
-    .venv/bin/python -m tests.campaigns.loads --only NUMBER --keep DIRECTORY  one again, and its files
-
-Bundles of this machine are signed, then changed as `fuzz` changes golden ones, and in the bytes of their
-executables, portable programs and kernels besides, with all digests right. Each child process is a fork of
-one that has imported everything. It asks first whether a policy lets the bundle run, then loads it without a
-policy.
-
-What must hold:
-
-- A bundle whose digests are wrong somewhere is rejected, or its answers are right.
-- No example ends with an exception that is not prejit's, nor with a message that no terminal should show.
-- The policy allows nothing but what was signed, byte for byte.
-- No process crashes, hangs, or takes much more time or memory than with the sound bundle: but by bytes of
-  code (executables, portable programs, kernels) that their author changed. A policy refuses each of these.
-"""
+"""Hostile bundles through the full loader: each in a child process that loads and runs it."""
 
 import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import random
 import re
 import resource
@@ -34,7 +18,9 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import zstandard
 
@@ -48,7 +34,6 @@ from .junk import damaged
 CPU_SECONDS = 20
 WALL_SECONDS = 120
 MEMORY_BYTES = 6 << 30
-"""Limits of a child process. The kernel or the campaign ends one that needs more."""
 BY_CODE = "by bytes of code that a policy refuses"
 PRELOADED = (
     *("jax", "jaxlib.xla_client", "prejit.runtime.bundle", "prejit.runtime.bundle_batches"),
@@ -62,18 +47,8 @@ PRELOADED = (
 """The modules that a load imports, without a client of XLA, and those that this module imports."""
 
 
-# Attacks on code
-
-
 def _repacked(draft, place, key, change):
-    """Write a pack of a target again with changed programs, and set all digests right.
-
-    Args:
-        draft: the bundle.
-        place: of the target.
-        key: `executable` or `portable`.
-        change: takes the name and the bytes of each program.
-    """
+    """Write a pack of a target again with changed programs, and set all digests right."""
     manifest, config = draft.targets[place]
     layer = forged_bundles.pack_of(manifest, config, config["programs"][0][key])
     content, pack = draft.blobs[layer["digest"]], b""
@@ -98,12 +73,13 @@ def _repacked(draft, place, key, change):
 
 
 def _program_bytes(draft, generator, key):
-    """Change the bytes of one program."""
     place = generator.randrange(len(draft.targets))
     chosen = generator.choice(draft.targets[place][1]["programs"])["name"]
-    _repacked(
-        draft, place, key, lambda name, raw: damaged(raw, generator) if name == chosen else raw
-    )
+
+    def change(name, raw):
+        return damaged(raw, generator) if name == chosen else raw
+
+    _repacked(draft, place, key, change)
 
 
 def _kernel_bytes(draft, generator):
@@ -118,13 +94,11 @@ def _kernel_bytes(draft, generator):
     content = damaged(before, generator)
     forged_bundles.put(draft, config, layers[0], content)
     new = forged_bundles.digest_of(content)
-    bound = [
-        (kernel_target(name, old).encode(), kernel_target(name, new).encode())
-        for name in kernels_of(before)
-    ]
+    kernels = [*kernels_of(before)]
 
     def rebind(_, raw):
-        for one, other in bound:
+        for name in kernels:
+            one, other = (kernel_target(name, digest).encode() for digest in (old, new))
             raw = raw.replace(one, other)
         return raw
 
@@ -138,16 +112,14 @@ def _programs_exchanged(draft, generator):
 
 
 CODE = {
-    "executable bytes": lambda draft, generator: _program_bytes(draft, generator, "executable"),
-    "portable bytes": lambda draft, generator: _program_bytes(draft, generator, "portable"),
+    "executable bytes": partial(_program_bytes, key="executable"),
+    "portable bytes": partial(_program_bytes, key="portable"),
     "kernel bytes": _kernel_bytes,
     "programs exchanged": _programs_exchanged,
 }
-"""Kinds of attacks on the code itself."""
 
 
 def changed(name, generator):
-    """Return a kind of change, and the files of a bundle after it."""
     chosen = generator.random()
     if chosen < 0.25:
         return forged_bundles.damaged(name, generator)
@@ -173,25 +145,7 @@ def code_of(files):
     return frozenset(found) or None
 
 
-# In the child process
-
-
-@dataclass(frozen=True)
-class Sound:
-    """A sound bundle, by its directory, a policy that allows it, and the identities of its targets.
-
-    A decoder takes too long to compile in a fallback.
-    """
-
-    name: str
-    policy: str
-    identities: tuple[str, ...]
-    has_decoder: bool
-    answer: str = ""
-
-
 def identity(config, layers):
-    """Return the digest of all that a target is made of."""
     return hashlib.sha256(json.dumps([config, sorted(layers)]).encode()).hexdigest()
 
 
@@ -273,34 +227,33 @@ def use_apart(path, sound, *, falls_back, directory):
     return found
 
 
-# What becomes of them
-
-
 @dataclass
 class Tried(fuzz.Tried):
-    """An example and its outcome: `right`, `another answer`, the name of an error, or how its process ended.
-
-    Attributes:
-        policy: what the policy said: `allowed`, or the name of an error.
-        by_code: an end, time or memory that is there because of bytes of code; empty: nothing of the kind.
-    """
+    """Also what the policy said, and an end, time or memory that bytes of code explain."""
 
     policy: str
     by_code: str
 
 
 class Loads(fuzz.Examples):
-    """Tries examples of some bundles in child processes."""
-
     def __init__(self, bundles, policy):
         super().__init__()
-        found = [_sound(bundle, policy) for bundle in bundles]
-        self._sound = [replace(each, answer=self._measure(each, False)[2]) for each in found]
-        self._usual = {
-            (each.name, falls_back): self._measure(each, falls_back)[:2]
-            for each in self._sound
-            for falls_back in ((False,) if each.has_decoder else (False, True))
-        }
+        self._sound, self._usual = [], {}
+        for bundle in bundles:
+            draft = forged_bundles.draft_of(str(bundle))
+            found = tuple(
+                identity(manifest["config"]["digest"], [at["digest"] for at in manifest["layers"]])
+                for manifest, _ in draft.targets
+            )
+            has_decoder = any("decoder" in config for _, config in draft.targets)
+            sound = SimpleNamespace(
+                name=str(bundle), policy=str(policy), identities=found, answer=""
+            )
+            sound.answer = self._measure(sound, False)[2]
+            self._sound.append(sound)
+            sound.has_decoder = has_decoder  # which takes too long to compile in a fallback
+            for falls_back in (False,) if has_decoder else (False, True):
+                self._usual[sound.name, falls_back] = self._measure(sound, falls_back)[:2]
 
     def _measure(self, sound, falls_back):
         """Return CPU time and memory of a sound bundle, and its answer."""
@@ -336,10 +289,7 @@ class Loads(fuzz.Examples):
         seconds = said.get("seconds", 0.0) - usual_seconds
         more_bytes = said.get("more_bytes", 0) - usual_bytes
         excess = fuzz.beyond(seconds, allowed, more_bytes)
-        if "ended" in said:
-            excess = f"ended: {said['ended']}"
-        elif excess:
-            excess = f"took {excess}"
+        excess = f"ended: {said['ended']}" if "ended" in said else excess and f"took {excess}"
         of_code = code_of(files) != code_of(forged_bundles.sound(sound.name))
         by_code, problem = judged(said, excess, sound.answer, kind=kind, of_code=of_code)
         name, policy = Path(sound.name).name, said.get("policy", "no answer")
@@ -348,17 +298,10 @@ class Loads(fuzz.Examples):
 
 
 def judged(said, excess, answer, *, kind, of_code):
-    """Return what is there because of bytes of code, and what is bad; empty: nothing.
-
-    Args:
-        said: what the child process reported, and how it ended.
-        excess: an end that is no exit, or time or memory beyond those of the sound bundle; empty: none.
-        answer: the sound bundle's.
-        kind: of the change.
-        of_code: whether it changed code.
-    """
+    """Return what is there because of bytes of code, and what is bad; empty: nothing."""
     policy, outcome = said.get("policy", "no answer"), said.get("ended") or said["outcome"]
     text = said.get("text", "")
+    of_attacker = kind in CODE or kind in forged_bundles.ATTACKS  # all digests are right
     if policy in ("allowed what is not signed", "no answer"):
         return "", f"the policy: {policy}"
     if outcome.startswith("traceback"):
@@ -366,27 +309,11 @@ def judged(said, excess, answer, *, kind, of_code):
     if excess:
         refused = policy in ("UntrustedError", "RejectError")
         return (excess, "") if of_code and refused else ("", excess)
-    if outcome == "another answer" and (policy == "allowed" or not of_attacker(kind)):
+    if outcome == "another answer" and (policy == "allowed" or not of_attacker):
         return "", f"expected {answer:.200}, found {text:.200}"
     if outcome not in ("right", "another answer") and fuzz.is_unfit(text):
         return "", f"an error that no terminal should show: {text!r:.300}"
     return "", ""
-
-
-def of_attacker(kind):
-    """Return whether all digests are right after a change of this kind."""
-    return kind in CODE or kind in forged_bundles.ATTACKS
-
-
-def _sound(bundle, policy):
-    draft = forged_bundles.draft_of(str(bundle))
-    assert draft.root is not None
-    found = [
-        identity(manifest["config"]["digest"], [at["digest"] for at in manifest["layers"]])
-        for manifest, _ in draft.targets
-    ]
-    has_decoder = any("decoder" in config for _, config in draft.targets)
-    return Sound(str(bundle), str(policy), tuple(found), has_decoder)
 
 
 def build(directory):
@@ -394,15 +321,12 @@ def build(directory):
     from tests.manifests import write_manifest
     from tests.recipes import make_example
 
-    out = directory / "out"
-    manifest = directory / "decoder.toml"
+    directory = Path(directory)
+    out, manifest = directory / "out", directory / "decoder.toml"
     source = ROOT / "manifests" / "demo-model"
     write_manifest(manifest, source, name="decoder", model='dtype = "float32"', context=(64,))
-    subprocess.run(
-        [Path(sys.executable).with_name("prejit"), "build", manifest, "-o", out],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    command = [Path(sys.executable).with_name("prejit"), "build", manifest, "-o", out]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     make_example(directory).write(out / "example")
     sign_all([out / "decoder", out / "example"], directory / "trust.toml")
 
@@ -419,19 +343,15 @@ def sign_all(bundles, policy):
 
 
 def figures_of(bundles, policy, count):
-    """Try examples and return the figures."""
     started = time.monotonic()
     with Loads(bundles, policy) as loads:
         found = fuzz.try_all(loads.attempt, count, 250)
-    by_code = Counter[str]()
-    for tried in found:
-        if tried.by_code:
-            short = re.sub(r" [\d.]+ (s|MB) more", r" more \1", tried.by_code)
-            by_code[f"{tried.kind}: {short}"] += 1
-    more = {
-        BY_CODE: dict(sorted(by_code.items())),
-        "policy": dict(sorted(Counter(tried.policy for tried in found).items())),
-    }
+    by_code = Counter()
+    for tried in (each for each in found if each.by_code):
+        short = re.sub(r" [0-9.]+ (s|MB) more", r" more \1", tried.by_code)
+        by_code[f"{tried.kind}: {short}"] += 1
+    more = {BY_CODE: by_code, "policy": Counter(tried.policy for tried in found)}
+    more = {name: dict(sorted(counts.items())) for name, counts in more.items()}
     usual = [tried for tried in found if not tried.by_code and not tried.problem]
     return fuzz.figures_of(found, started, "jaxlib", usual=usual, **more)
 
@@ -448,11 +368,10 @@ def main():
     with tempfile.TemporaryDirectory() as directory:
         bundles, policy = options.bundles, options.policy
         if not bundles:
-            command = (
-                "import sys; from pathlib import Path; from tests.campaigns.loads import build"
-            )
-            command += "; build(Path(sys.argv[1]))"  # in a process of its own: it starts XLA
-            subprocess.run([sys.executable, "-c", command, directory], check=True)
+            building = multiprocessing.get_context("spawn").Process(target=build, args=[directory])
+            building.start()  # in a process of its own: it starts XLA
+            building.join()
+            assert building.exitcode == 0
             bundles = [Path(directory, "out", name) for name in ("decoder", "example")]
             policy = Path(directory, "trust.toml")
         if options.only is not None:

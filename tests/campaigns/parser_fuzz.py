@@ -1,13 +1,4 @@
-"""Let atheris look for inputs on which a parser fails. It is libFuzzer for Python: coverage steers it.
-
-    .venv/bin/python -m tests.campaigns.parser_fuzz               each for PREJIT_FUZZ_SECONDS, and figures
-    .venv/bin/python -m tests.campaigns.parser_fuzz config        one of them
-    .venv/bin/python -m tests.campaigns.parser_fuzz config FILE   one input again, with its traceback
-
-A parser fails where it raises something that its callers do not expect, gives a message that no terminal
-should show, or takes more than a second of CPU (instrumented code takes some times as long as other code).
-Half of the inputs are changes of earlier ones that keep their form; the other half are libFuzzer's own.
-"""
+"""Let atheris look for inputs on which a parser fails. It is libFuzzer for Python: coverage steers it."""
 
 import os
 import random
@@ -33,11 +24,6 @@ class FoundError(Exception):
 
 
 def check(parse, content):
-    """Parse an input.
-
-    Raises:
-        Exception: the parser fails on it.
-    """
     # Here, because `run_here` imports these modules again.
     from prejit.runtime.errors import PrejitError
     from prejit.runtime.trust.reasons import RefusedError
@@ -84,39 +70,22 @@ def run_here(name, arguments):
 
 
 def run_apart(name, seconds, keep):
-    """Let libFuzzer run in a process of its own, and return its figures.
-
-    Args:
-        name: of the parser.
-        seconds: how long.
-        keep: a directory for inputs on which the parser failed.
-    """
+    """Let libFuzzer run in a process of its own, and return its figures."""
     keep.mkdir(parents=True, exist_ok=True)
     with scratch_directory() as directory:  # some parsers read files
         command = [sys.executable, "-m", "tests.campaigns.parser_fuzz", "--here", name]
         command += [f"-max_total_time={seconds}", f"-artifact_prefix={keep}/"]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
-            command,
-            cwd=directory,
-            env={**os.environ, "PYTHONPATH": path, "PREJIT_RUNTIME_CACHE": str(directory)},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        env = {**os.environ, "PYTHONPATH": path, "PREJIT_RUNTIME_CACHE": str(directory)}
+        options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+        done = subprocess.run(command, cwd=directory, env=env, **options)
     said = done.stdout + done.stderr
     lines = re.findall(r"^#(\d+)\t.*cov: (\d+) ft: (\d+) corp: (\d+)", said, re.MULTILINE)
     if not lines:
         raise SystemExit(f"{name}: libFuzzer did not start:\n{said[-3000:]}")
-    first, last = lines[0], lines[-1]
-    figures = {
-        "executions": int(last[0]),
-        "edges_of_seeds": int(first[1]),
-        "edges": int(last[1]),
-        "corpus": int(last[3]),
-        "findings": 0,
-    }
+    (_, seeds, *_), (executions, edges, _, corpus) = (map(int, lines[at]) for at in (0, -1))
+    figures = {"executions": executions, "edges_of_seeds": seeds, "edges": edges}
+    figures |= {"corpus": corpus, "findings": 0}
     if done.returncode:
         figures |= {"findings": 1, "said": said[-3000:]}
     return figures

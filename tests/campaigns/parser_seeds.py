@@ -5,9 +5,9 @@ import re
 from datetime import UTC, datetime
 from functools import cache
 
-from tests.campaigns import junk
 from tests.campaigns.campaign import ROOT
 from tests.campaigns.forged_bundles import BUNDLES, draft_of
+from tests.campaigns.junk import encoded
 
 MOST_SEED_BYTES = 60_000
 
@@ -26,7 +26,7 @@ def golden_layers(media_type):
 
 
 def of_drafts(choose):
-    return [junk.encoded(each) for name in BUNDLES for each in choose(draft_of(name))]
+    return [encoded(each) for name in BUNDLES for each in choose(draft_of(name))]
 
 
 @cache
@@ -37,10 +37,10 @@ def fixed_key():
 
     from prejit.compiler.signing.private_key import parse_private_key
 
-    pem = ec.derive_private_key(0x5EED, ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return parse_private_key(pem, "the key of the campaign")
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key = ec.derive_private_key(0x5EED, ec.SECP256R1())
+    content = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
+    return parse_private_key(content, "the key of the campaign")
 
 
 def policies():
@@ -56,7 +56,7 @@ def statements():
     from prejit.runtime.trust.signed_statements import SIGNATURE_PREDICATE, SignedSubject, Statement
 
     subject = SignedSubject("sha256:" + "1" * 64, "demo", {"a": "b"})
-    return [encode_statement(Statement(SIGNATURE_PREDICATE, (subject, subject), {"a": [1]}))]
+    return [encode_statement(Statement(SIGNATURE_PREDICATE, (subject,) * 2, {"a": [1]}))]
 
 
 def sigstore_bundles():
@@ -84,43 +84,33 @@ def trusted_roots():
     return [json.dumps(_sigstore().trusted_root()).encode()]
 
 
-_EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
-
-
 def channels():
     from prejit.compiler.signing.channels import encode_channel, keys_statement, release_statement
     from prejit.runtime.trust.signed_statements import Envelope, SignedSubject
 
-    key = fixed_key()
+    key, subjects = fixed_key(), (SignedSubject("sha256:" + "1" * 64, "demo", {}),)
+    expires = datetime(2099, 1, 1, tzinfo=UTC)
 
     def signed(payload):
         return Envelope(payload, (key.sign(payload),))
 
-    subjects = (SignedSubject("sha256:" + "1" * 64, "demo", {}),)
-    rotation = signed(
-        keys_statement("stable", (key.public,), threshold=1, version=1, expires=_EXPIRES)
-    )
+    keys = keys_statement("stable", (key.public,), threshold=1, version=1, expires=expires)
     found = []
-    for version, rotations in ((0, ()), (1, (rotation,))):
-        payload = release_statement(
-            "stable", "demo", subjects, version=3, keys_version=version, expires=_EXPIRES
-        )
+    for version, rotations in ((0, ()), (1, (signed(keys),))):
+        numbers = {"version": 3, "keys_version": version, "expires": expires}
+        payload = release_statement("stable", "demo", subjects, **numbers)
         found.append(encode_channel(rotations, signed(payload)))
     return found
 
 
 def channel_states():
+    digest = "sha256:" + "1" * 64
     state = {
-        "keys": [fixed_key().public.pem],
-        "keys_version": 0,
-        "threshold": 1,
-        "expires": None,
-        "version": 2,
-        "release_keys_version": 0,
-        "release": "sha256:" + "1" * 64,
+        **{"keys": [fixed_key().public.pem], "keys_version": 0, "threshold": 1, "expires": None},
+        **{"version": 2, "release_keys_version": 0, "release": digest},
         "began": "0 1 " + "1" * 64,
     }
-    return [json.dumps(state).encode(), json.dumps(state | {"expires": 4e9}).encode()]
+    return [json.dumps(state | more).encode() for more in ({}, {"expires": 4e9})]
 
 
 def chats():
@@ -133,39 +123,31 @@ def chats():
         "{{ raise_exception('no') if false else strftime_now('%Y') }}{{ '{:>4}'.format(bos) }}",
     )
     return [
-        junk.encoded({"special_tokens": {"bos": "<s>"}, "templates": {"default": template}})
+        encoded({"special_tokens": {"bos": "<s>"}, "templates": {"default": template}})
         for template in templates
     ]
 
 
 def request_bodies():
-    chat_messages = [
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
         {"role": "system", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b"}]},
-        {"role": "assistant", "tool_calls": [_CALL]},
+        {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "c"},
     ]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     bodies = [
-        {
-            "model": "m",
-            "messages": chat_messages,
-            "tools": [tool],
-            "temperature": 0.5,
-            "stream": True,
-        },
-        {"model": "m", "messages": chat_messages[:2], "response_format": {"type": "json_object"}},
-        {"model": "m", "prompt": ["a", "b"], "max_tokens": 4, "logprobs": 2, "stop": ["x"]},
-        {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "echo": True, "logit_bias": {"5": 1}},
-        {"model": "m", "input": ["a"], "encoding_format": "base64", "dimensions": 8},
-        {"model": "m", "input": [{"role": "user", "content": "a"}], "max_output_tokens": 4},
-        {"model": "m", "messages": chat_messages[:2], "add_generation_prompt": True},
-        {"model": "m", "tokens": [1, 2, 3]},
+        {"messages": messages, "tools": [tool], "temperature": 0.5, "stream": True},
+        {"messages": messages[:2], "response_format": {"type": "json_object"}},
+        {"prompt": ["a", "b"], "max_tokens": 4, "logprobs": 2, "stop": ["x"]},
+        {"prompt": [[1, 2], [3]], "n": 2, "echo": True, "logit_bias": {"5": 1}},
+        {"input": ["a"], "encoding_format": "base64", "dimensions": 8},
+        {"input": [{"role": "user", "content": "a"}], "max_output_tokens": 4},
+        {"messages": messages[:2], "add_generation_prompt": True},
+        {"tokens": [1, 2, 3]},
     ]
-    return [json.dumps(body).encode() for body in bodies]
-
-
-_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    return [json.dumps({"model": "m", **body}).encode() for body in bodies]
 
 
 def infer_requests():
@@ -183,14 +165,10 @@ def infer_requests():
 
 def build_manifests():
     directory = ROOT / "manifests"
-    texts = (path.read_text() for path in sorted(directory.glob("*.toml")))
     # Files and models are named beside the manifest, and the parser reads it in another directory.
-    return [
-        re.sub(
-            r'^(license|source) = "(?!/|hf:)', rf'\1 = "{directory}/', text, flags=re.MULTILINE
-        ).encode()
-        for text in texts
-    ]
+    beside = re.compile(r'^(license|source) = "(?!/|hf:)', flags=re.MULTILINE)
+    texts = (path.read_text() for path in sorted(directory.glob("*.toml")))
+    return [beside.sub(rf'\1 = "{directory}/', text).encode() for text in texts]
 
 
 def this_machine():

@@ -1,8 +1,4 @@
-"""The parsers of what others write: name, entry point, and inputs to begin with. For `parser_fuzz`.
-
-Each parser takes bytes and returns, or raises an error that its callers expect: one of prejit's, or
-`RefusedError` in the room of trust. What the server's error handler expects is caught here.
-"""
+"""The parsers of what others write: name, entry point, and inputs to begin with. For `parser_fuzz`."""
 
 import contextlib
 import importlib
@@ -11,53 +7,24 @@ import os
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
 
-from tests.campaigns import junk
+from tests.campaigns import junk, parser_seeds
 from tests.campaigns.forged_bundles import BUNDLES, draft_of, sound
-from tests.campaigns.parser_seeds import (
-    build_manifests,
-    channel_states,
-    channels,
-    chats,
-    fixed_key,
-    golden_layers,
-    infer_requests,
-    keyless_bundles,
-    of_drafts,
-    policies,
-    request_bodies,
-    sigstore_bundles,
-    statements,
-    this_machine,
-    trusted_roots,
-)
+from tests.campaigns.parser_seeds import fixed_key, golden_layers, of_drafts
 
 Form = Literal["json", "toml", "bytes"]
 
 
 @dataclass(frozen=True)
 class Parser:
-    """A parser.
-
-    Attributes:
-        modules: what is measured and steers: prefixes of the names of modules.
-        make: imports the parser and returns it; called once.
-        seeds: returns inputs to begin with.
-        form: how inputs are changed besides flipped bytes.
-    """
-
-    modules: tuple[str, ...]
-    make: Callable[[], Callable[[bytes], object]]
+    modules: tuple[str, ...]  # what is measured and steers: prefixes of the names of modules
+    make: Callable[[], Callable[[bytes], object]]  # imports the parser; called once
     seeds: Callable[[], Sequence[bytes]]
-    form: Form = "json"
-
-
-# Parsers
+    form: Form = "json"  # how inputs are changed besides flipped bytes
 
 
 def _by(name, *more):
@@ -188,7 +155,8 @@ def _keyless():
     from prejit.runtime.trust.keyless_trust import TrustedIdentity, verify
     from prejit.runtime.trust.signed_statements import read_bundle
 
-    trusted = TrustedIdentity("ci", IDENTITY, ISSUER, trusted_roots()[0], "trust.toml")
+    root = parser_seeds.trusted_roots()[0]
+    trusted = TrustedIdentity("ci", IDENTITY, ISSUER, root, "trust.toml")
 
     def parse(content):
         envelope = read_bundle(content)
@@ -204,7 +172,7 @@ def _trusted_root():
     from prejit.runtime.trust.keyless_trust import TrustedIdentity, check_root, verify
     from prejit.runtime.trust.signed_statements import read_bundle
 
-    signed = keyless_bundles()[0]
+    signed = parser_seeds.keyless_bundles()[0]
     envelope = read_bundle(signed)
 
     def parse(content):
@@ -295,47 +263,35 @@ def _request():
     from prejit.server.openai.bodies import read
 
     expected = (ApiError, UsageError, msgspec.DecodeError, UnicodeDecodeError)
-    readers = [
-        (
-            chat_completions._DECODER,
-            [
-                chat_completions._check,
-                chat_completions._constraint,
-                lambda body: chat_messages.for_template(body.messages),
-            ],
+    chat, reply = chat_completions, responses
+    uses = {
+        chat._DECODER: (
+            chat._check,
+            chat._constraint,
+            lambda body: chat_messages.for_template(body.messages),
         ),
-        (
-            completions._DECODER,
-            [completions._check, lambda body: prompts.as_inputs("prompt", body.prompt)],
+        completions._DECODER: (
+            completions._check,
+            lambda body: prompts.as_inputs("prompt", body.prompt),
         ),
-        (embeddings._EMBED, [lambda body: embeddings._inputs(body.input)]),
-        (
-            responses_schema.DECODER,
-            [responses._constraint, responses._tools, responses.messages_of],
-        ),
-        (models_and_tokens._TOKENIZE, []),
-        (models_and_tokens._DETOKENIZE, []),
-    ]
-
+        embeddings._EMBED: (lambda body: embeddings._inputs(body.input),),
+        responses_schema.DECODER: (reply._constraint, reply._tools, reply.messages_of),
+        models_and_tokens._TOKENIZE: (),
+        models_and_tokens._DETOKENIZE: (),
+    }
     settings = SimpleNamespace(ignore_unknown_fields=False)
 
-    def parse(content):
+    async def read_all(content):
         async def body():
             return content
 
-        request = SimpleNamespace(body=body)
+        for decoder, checks in uses.items():
+            with contextlib.suppress(*expected):
+                found = await read(SimpleNamespace(body=body), decoder, settings)
+                for check in checks:
+                    check(found)
 
-        async def read_all():
-            for decoder, uses in readers:
-                with contextlib.suppress(*expected):
-                    found = await read(request, decoder, settings)
-                    for use in uses:
-                        use(found)
-
-        asyncio.run(read_all())
-        return None
-
-    return parse
+    return lambda content: asyncio.run(read_all(content))
 
 
 def _infer_request():
@@ -364,95 +320,75 @@ def _signature():
     return lambda content: _parse_signature(content.decode("latin-1"))
 
 
+def _golden(media_type):
+    return lambda: golden_layers(media_type)
+
+
+def _of(choose):
+    return lambda: of_drafts(choose)
+
+
 _FORMAT = ("prejit.runtime.format", "prejit.runtime.base", "prejit.runtime.machine")
 _TRUST = ("prejit.runtime.trust", "prejit.runtime.base")
+_SIGSTORE = (*_TRUST, "sigstore")
+_TEXT = ("prejit.runtime.text", "prejit.runtime.base")
+_FIRST_LOAD = {"key": "sha256:" + "1" * 64, "outcome": "loaded"}
+_XLA = (
+    b"HloModule f, input_output_alias={ {0}: (2, {}, may-alias) }, "
+    b"entry_computation_layout={(f32[2,3]{1,0}, s32[], f32[2]{0})->(f32[2]{0}, pred[])}"
+)
+_manifest = _by("runtime.format.checks.oci:check_manifest", "manifest")
+_weights = _by("runtime.format.checks.layers:check_weights", "weights")
+_key = _by("runtime.trust.public_keys:read_key", "key")
+_cosign = "https://sigstore.dev/cosign/sign/v1"
+_statement = _by("runtime.trust.signed_statements:read_statement", _cosign)
+_state = _by("runtime.trust.channel_following:_read", Path("state"))
+_generation = _by("runtime.generation.options:check_generation", "generation config")
+_print = _file_by("fingerprint.json", "runtime.machine.fingerprint:Fingerprint.read")
+_server_keys = _file_by("keys", "server.gate.api_keys:Keys")
+_toml = _file_by("manifest.toml", "compiler.manifest.reading:read_manifest")
 
-_CHECKS = "runtime.format.checks"
 PARSERS = {
     "root": Parser(_FORMAT, _root, lambda: [sound(n)["index.json"] for n in BUNDLES]),
-    "index": Parser(
-        (*_FORMAT, "prejit.runtime.verdict"), _index, lambda: of_drafts(lambda draft: [draft.index])
-    ),
-    "manifest": Parser(
-        _FORMAT,
-        _by(f"{_CHECKS}.oci:check_manifest", "manifest"),
-        lambda: of_drafts(lambda draft: [manifest for manifest, _ in draft.targets]),
-    ),
-    "config": Parser(
-        _FORMAT, _config, lambda: of_drafts(lambda draft: [config for _, config in draft.targets])
-    ),
-    "weights": Parser(
-        _FORMAT,
-        _by(f"{_CHECKS}.layers:check_weights", "weights"),
-        partial(golden_layers, "weights"),
-        "bytes",
-    ),
-    "library": Parser(_FORMAT, _library, partial(golden_layers, "kernels"), "bytes"),
-    "policy": Parser((*_TRUST, "tomllib"), _policy, policies, "toml"),
-    "key": Parser(
-        _TRUST,
-        _by("runtime.trust.public_keys:read_key", "key"),
-        lambda: [fixed_key().public.pem.encode()],
-        "bytes",
-    ),
-    "sigstore bundle": Parser(_TRUST, _sigstore_bundle, sigstore_bundles),
-    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, keyless_bundles),
-    "trusted root": Parser((*_TRUST, "sigstore"), _trusted_root, trusted_roots),
-    "statement": Parser(
-        _TRUST,
-        _by(
-            "runtime.trust.signed_statements:read_statement", "https://sigstore.dev/cosign/sign/v1"
-        ),
-        statements,
-    ),
-    "channel": Parser(_TRUST, _channel, channels),
-    "channel state": Parser(
-        _TRUST, _by("runtime.trust.channel_following:_read", Path("state")), channel_states
-    ),
-    "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, chats),
-    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, partial(golden_layers, "tokenizer")),
+    "index": Parser((*_FORMAT, "prejit.runtime.verdict"), _index, _of(lambda d: [d.index])),
+    "manifest": Parser(_FORMAT, _manifest, _of(lambda d: [manifest for manifest, _ in d.targets])),
+    "config": Parser(_FORMAT, _config, _of(lambda d: [config for _, config in d.targets])),
+    "weights": Parser(_FORMAT, _weights, _golden("weights"), "bytes"),
+    "library": Parser(_FORMAT, _library, _golden("kernels"), "bytes"),
+    "policy": Parser((*_TRUST, "tomllib"), _policy, parser_seeds.policies, "toml"),
+    "key": Parser(_TRUST, _key, lambda: [fixed_key().public.pem.encode()], "bytes"),
+    "sigstore bundle": Parser(_TRUST, _sigstore_bundle, parser_seeds.sigstore_bundles),
+    "keyless signature": Parser(_SIGSTORE, _keyless, parser_seeds.keyless_bundles),
+    "trusted root": Parser(_SIGSTORE, _trusted_root, parser_seeds.trusted_roots),
+    "statement": Parser(_TRUST, _statement, parser_seeds.statements),
+    "channel": Parser(_TRUST, _channel, parser_seeds.channels),
+    "channel state": Parser(_TRUST, _state, parser_seeds.channel_states),
+    "chat": Parser(_TEXT, _chat, parser_seeds.chats),
+    "tokenizer": Parser(_TEXT[:1], _tokenizer, _golden("tokenizer")),
     "generation": Parser(
-        ("prejit.runtime.generation.options",),
-        _by("runtime.generation.options:check_generation", "generation config"),
-        partial(golden_layers, "generation"),
+        ("prejit.runtime.generation.options",), _generation, _golden("generation")
     ),
-    "fingerprint": Parser(
-        _FORMAT,
-        _file_by("fingerprint.json", "runtime.machine.fingerprint:Fingerprint.read"),
-        this_machine,
-    ),
+    "fingerprint": Parser(_FORMAT, _print, parser_seeds.this_machine),
     "first load": Parser(
         ("prejit.runtime.trust.first_load",),
         _first_load,
-        lambda: [json.dumps({"key": "sha256:" + "1" * 64, "outcome": "loaded"}).encode()],
+        lambda: [json.dumps(_FIRST_LOAD).encode()],
     ),
-    "request": Parser(("prejit.server",), _request, request_bodies),
-    "inference request": Parser(("prejit.server",), _infer_request, infer_requests),
+    "request": Parser(("prejit.server",), _request, parser_seeds.request_bodies),
+    "inference request": Parser(("prejit.server",), _infer_request, parser_seeds.infer_requests),
     "server keys": Parser(
         ("prejit.server.gate.api_keys",),
-        _file_by("keys", "server.gate.api_keys:Keys"),
+        _server_keys,
         lambda: [b"# a\nname: 0123456789abcdef\nfedcba9876543210\n"],
         "bytes",
     ),
     "build manifest": Parser(
-        ("prejit.compiler.manifest", "tomllib"),
-        _file_by("manifest.toml", "compiler.manifest.reading:read_manifest"),
-        build_manifests,
-        "toml",
+        ("prejit.compiler.manifest", "tomllib"), _toml, parser_seeds.build_manifests, "toml"
     ),
     "signature of XLA": Parser(
-        ("prejit.runtime.device.device",),
-        _signature,
-        lambda: [
-            b"HloModule f, input_output_alias={ {0}: (2, {}, may-alias) }, "
-            b"entry_computation_layout={(f32[2,3]{1,0}, s32[], f32[2]{0})->(f32[2]{0}, pred[])}"
-        ],
-        "bytes",
+        ("prejit.runtime.device.device",), _signature, lambda: [_XLA], "bytes"
     ),
 }
-
-
-# Changes that keep the form
 
 
 def changed(content, form, generator):
@@ -491,7 +427,5 @@ def _changed_lines(text, generator):
             with contextlib.suppress(ValueError):
                 tomllib.loads(lines[place])
                 key, _, value = lines[place].partition("=")
-                lines[place] = (
-                    f"{key}x ={value}" if generator.random() < 0.5 else f"{key}.a ={value}"
-                )
+                lines[place] = f"{key}{'x' if generator.random() < 0.5 else '.a'} ={value}"
     return "\n".join(lines) + "\n"

@@ -1,8 +1,4 @@
-"""Run functions in processes of their own, with time and growth of memory measured and bounded.
-
-A fork server imports the build side once and each function runs in a fork of it, so that hundreds of
-builds take minutes. No JAX backend exists in the server, which makes forking it safe.
-"""
+"""Run functions in processes of their own, with time and growth of memory measured and bounded."""
 
 import json
 import multiprocessing
@@ -14,10 +10,10 @@ import threading
 import time
 import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 PRELOADED = (
     *("prejit.compiler.cli.build_commands", "prejit.compiler.pipeline.build_run"),
@@ -32,25 +28,6 @@ UNEXPECTED = 70
 one_reader = threading.Lock()
 """The exit status of a process can be read once. `start` reads those of all others, in any thread, and
 whoever comes second gets 255."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a process ended.
-
-    Attributes:
-        status: its exit status; negative: the signal that ended it; None: it ran into the time limit.
-        stdout, stderr: what it printed.
-        seconds: wall time.
-        growth_bytes: resident memory beyond that of the server it was forked from, or that of its largest
-            child if that is more.
-    """
-
-    status: int | None
-    stdout: str
-    stderr: str
-    seconds: float
-    growth_bytes: int
 
 
 def start(function, *arguments, daemon=False):
@@ -70,14 +47,7 @@ def start(function, *arguments, daemon=False):
 
 
 def run(function, argument, directory, *, limit_seconds):
-    """Run a function in a fork.
-
-    Args:
-        function: of a module that can be imported by name; it returns the exit status.
-        argument: of the function.
-        directory: the working directory of the process, and where its output is kept.
-        limit_seconds: after this time the process and its children are killed.
-    """
+    """Run a function in a fork; its status is negative for a signal, and None for the time limit."""
     growth = directory / "growth.json"
     for file in (directory / "stdout", directory / "stderr", growth):
         file.unlink(missing_ok=True)
@@ -90,13 +60,9 @@ def run(function, argument, directory, *, limit_seconds):
         if status is None and process.pid is not None:
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
-    return Outcome(
-        status,
-        (directory / "stdout").read_text(errors="replace"),
-        (directory / "stderr").read_text(errors="replace"),
-        seconds,
-        json.loads(growth.read_text()) if growth.exists() else 0,
-    )
+    said = {name: (directory / name).read_text(errors="replace") for name in ("stdout", "stderr")}
+    grown = json.loads(growth.read_text()) if growth.exists() else 0
+    return SimpleNamespace(status=status, **said, seconds=seconds, growth_bytes=grown)
 
 
 @contextmanager

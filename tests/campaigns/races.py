@@ -1,25 +1,22 @@
-"""Processes that write and read one cache at once, some of them killed.
-
-Each class of `CACHES` is one shared directory: how it is written, how it is read, and what may be left there.
-What a cache holds follows from its name, so that every reader knows what is right.
-"""
+"""Processes that write and read one cache at once, some of them killed."""
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 import traceback
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import zstandard
+from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.garbage import collect
 from prejit.compiler.pipeline.layout_writing import Part, attach, write_layout
@@ -42,23 +39,16 @@ from prejit.runtime.machine.kept_files import (
 from prejit.runtime.programs.compile_cache import PortableKey, compiled_here
 from prejit.runtime.recorded.recorded_bundle import open_recorded
 
-from . import processes
+from . import faults, processes
 
-PROCESSES = 16
-"""So many write, and as many read."""
-NAMES = 8
-"""So many things a cache holds at once, at most: few, so that processes meet."""
+PROCESSES = 16  # so many write, and as many read
+NAMES = 8  # so many things a cache holds at once, at most: few, so that processes meet
 _LIMIT_SECONDS = 3600
-_KILL_SECONDS = 0.2
-"""A writer is killed after at most this time, and then the next."""
+_KILL_SECONDS = 0.2  # a writer is killed after at most this time
 
 
-class Cache(ABC):
-    """A shared directory.
-
-    `write` and `read` are called in processes that may be killed at any moment. `read` raises AssertionError
-    where it finds something wrong. Any other error of either is a false rejection.
-    """
+class Cache:
+    """A shared directory, whose `read` raises AssertionError where it finds something wrong."""
 
     def __init__(self, directory):
         self._directory = directory
@@ -66,20 +56,12 @@ class Cache(ABC):
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._cache)
 
     def prepare(self):
-        """Make what has to be there before."""
         self._directory.mkdir()
 
-    @abstractmethod
-    def write(self, number):
-        """Write in the round of this number."""
-
-    @abstractmethod
-    def read(self, number):
-        """Read in the round of this number."""
-
-    @abstractmethod
     def left(self):
         """Return what is left there that nobody wants, after one more use by a single process."""
+        self.write(1)
+        return _names(self._directory, "*.tmp", "*.lock")
 
 
 def content_of(name):
@@ -88,16 +70,16 @@ def content_of(name):
 
 
 def _names(directory, *patterns):
-    found = itertools.chain.from_iterable(directory.rglob(pattern) for pattern in patterns)
+    found = [path for pattern in (patterns or ("*.tmp",)) for path in directory.rglob(pattern)]
     return sorted(str(path.relative_to(directory)) for path in found)
 
 
 class BuildCache(Cache):
     """The build's store: results that several builds make at once, while `prejit gc` runs."""
 
-    @property
-    def _log(self):
-        return self._directory / "made"
+    def __init__(self, directory):
+        super().__init__(directory)
+        self._log = directory / "made"
 
     def prepare(self):
         super().prepare()
@@ -148,17 +130,11 @@ class CompiledHere(Cache):
 
     read = write
 
-    def left(self):
-        self.write(1)
-        return _names(self._directory, "*.tmp", "*.lock")
-
 
 class ReceiptsOfFiles(Cache):
-    """Receipts, and the names of first programs."""
-
-    @property
-    def _files(self):
-        return self._directory / "files"
+    def __init__(self, directory):
+        super().__init__(directory)
+        self._files = directory / "files"
 
     def prepare(self):
         self._files.mkdir(parents=True)
@@ -191,7 +167,7 @@ class ReceiptsOfFiles(Cache):
             receipts.digest_of(path)
         receipts.save()
         self.write(0)
-        return _names(self._directory, "*.tmp")
+        return _names(self._directory)
 
 
 class ChannelStates(Cache):
@@ -234,19 +210,16 @@ class ChannelStates(Cache):
 
     def left(self):
         self.write(0)
-        return _names(self._directory, "*.tmp")
+        return _names(self._directory)
 
 
 class BundleDirectory(Cache):
     """A bundle that builds replace and to which signatures are attached, and the files unpacked from it."""
 
-    @property
-    def _bundle(self):
-        return self._directory / "bundle"
-
-    @property
-    def _unpacked(self):
-        return self._cache / "recorded" / "v1"
+    def __init__(self, directory):
+        super().__init__(directory)
+        self._bundle = directory / "bundle"
+        self._unpacked = self._cache / "recorded" / "v1"
 
     def prepare(self):
         super().prepare()
@@ -303,18 +276,15 @@ class BundleDirectory(Cache):
         open_recorded(self._bundle)
         cache = sorted(self._unpacked.iterdir())
         files = sorted((self._bundle / "blobs" / "sha256").iterdir())
-        needed = (
-            4  # the index, a manifest, a config and a layer: nothing is attached to the new one
-        )
+        needed = 4  # index, manifest, config and a layer: nothing is attached to the new one
         return [
-            *_names(self._bundle, "*.tmp"),
+            *_names(self._bundle),
             *(f"in the cache: {path.name}" for path in cache[1:]),
             *(f"in the bundle: {path.name}" for path in files[needed:]),
         ]
 
 
 def attach_note(bundle, number):
-    """Attach something, as `prejit sign` does."""
     subject = read_whole(bundle, lambda layout, root: root.subject)
     assert subject is not None
     attach(bundle, subject, "text/plain", [Part("text/plain", str(number).encode())], {})
@@ -329,76 +299,43 @@ CACHES = {
 }
 
 
-@dataclass(frozen=True)
-class Lap:
-    """What one process of a race does.
-
-    Attributes:
-        cache: its name in `CACHES`.
-        directory: of the cache.
-        writes: whether it writes; if not, it reads.
-        slot: its place in the file of counters.
-        rounds: how many rounds all processes with this slot do together.
-
-    Beside the directory are the files `counters`, of the rounds that are done, 8 bytes for each slot, and
-    `errors`, of what went wrong.
-    """
-
-    cache: str
-    directory: Path
-    writes: bool
-    slot: int
-    rounds: int
-
-
-def run_lap(lap):
+def run_lap(name, directory, slot, rounds, *, writes):
     """Do the rounds that are left. A successor of a killed process goes on where that one was killed."""
     random.seed()
-    cache = CACHES[lap.cache](lap.directory)
-    counters_file, errors_file = (lap.directory.with_name(name) for name in ("counters", "errors"))
+    cache = CACHES[name](directory)
+    act = cache.write if writes else cache.read
+    counters_file, errors_file = (directory.with_name(name) for name in ("counters", "errors"))
     with open(counters_file, "r+b") as file, mmap.mmap(file.fileno(), 0) as counters:
         done = memoryview(counters).cast("q")
-        while done[lap.slot] < lap.rounds:
+        while done[slot] < rounds:
             try:
-                (cache.write if lap.writes else cache.read)(done[lap.slot])
+                act(done[slot])
             except Exception:
                 with open(errors_file, "a") as errors:
                     errors.write(json.dumps(traceback.format_exc()) + "\n")
-            done[lap.slot] += 1
+            done[slot] += 1
         done.release()
 
 
 def race(name, directory, *, rounds, writers, seed):
-    """Let processes write and read one cache, and kill writers at random moments.
-
-    Args:
-        name: the cache's name in `CACHES`.
-        directory: an empty directory.
-        rounds: how often each process writes or reads.
-        writers: how many processes write; as many read.
-        seed: of the moments.
-
-    Returns:
-        Wrong reads, false rejections and what the next use left there; and the figures of the race.
-    """
+    """Let processes write and read one cache, and kill writers at random moments."""
     pick = random.Random(seed)
-    cache = CACHES[name](directory / "cache")
+    at = directory / "cache"
+    cache = CACHES[name](at)
     cache.prepare()
     counters, errors = directory / "counters", directory / "errors"
     counters.write_bytes(bytes(8 * 2 * writers))
     errors.touch()
-    laps = [
-        Lap(name, directory / "cache", slot < writers, slot, rounds) for slot in range(2 * writers)
-    ]
 
-    def start(lap):
-        return processes.start(run_lap, lap, daemon=True)
+    def start(slot):
+        lap = partial(run_lap, writes=slot < writers)
+        return processes.start(lap, name, at, slot, rounds, daemon=True)
 
     def done(slot):
         return int.from_bytes(counters.read_bytes()[8 * slot : 8 * slot + 8], sys.byteorder)
 
     started, kills = time.monotonic(), 0
-    running, begun = [start(lap) for lap in laps], [0] * writers
+    running, begun = [start(slot) for slot in range(2 * writers)], [0] * writers
     while any(process.is_alive() for process in running):
         assert time.monotonic() - started < _LIMIT_SECONDS, "it hangs"
         time.sleep(pick.uniform(0, _KILL_SECONDS))
@@ -409,18 +346,94 @@ def race(name, directory, *, rounds, writers, seed):
             running[slot].join()
             kills += running[slot].exitcode == -signal.SIGKILL
             begun[slot] = done(slot)
-            running[slot] = start(laps[slot])
+            running[slot] = start(slot)
     seconds = time.monotonic() - started
     ended = [process.exitcode for process in running]
     assert not any(ended), f"processes ended with {ended}"
     found = [json.loads(line) for line in errors.read_text().splitlines()]
     left = cache.left()
     return [*found, *left], {
-        "writers": writers,
-        "readers": writers,
-        "rounds of each": rounds,
-        "writers killed": kills,
-        "wrong reads and false rejections": len(found),
-        "left over": len(left),
-        "seconds": round(seconds),
+        **{"writers": writers, "readers": writers, "rounds of each": rounds},
+        **{"writers killed": kills, "wrong reads and false rejections": len(found)},
+        **{"left over": len(left), "seconds": round(seconds)},
     }
+
+
+def load_often(given):
+    """Load bundles until each was replaced in each way, call their programs, and print what they gave."""
+    paths, least, right, cache, counts_file = given
+    counts = {}
+    errors = []
+    for number, path in enumerate(itertools.cycle(paths)):
+        is_enough = number >= least and counts_file.exists()
+        if is_enough and all(json.loads(counts_file.read_text()).values()):
+            break
+        try:
+            found = faults.value_of(path, cache)
+            assert found in right, f"{path}: {found}"
+            counts[str(found)] = counts.get(str(found), 0) + 1
+        except Exception:
+            errors.append(traceback.format_exc())
+    print(json.dumps({"counts": counts, "errors": errors}))
+    return 0
+
+
+def replace_often(given):
+    """Replace bundles in each of the ways of `WAYS`, in turn, for ever."""
+    sources, direct, turned, counts_file = given
+    counts = dict.fromkeys((way.__name__ for way in WAYS), 0)
+    for number, source in enumerate(itertools.cycle(sources)):
+        way = WAYS[number // len(sources) % len(WAYS)]
+        way(source, turned if way is link else direct, number)
+        counts[way.__name__] += 1
+        at = counts_file.with_name("counts.new")
+        at.write_text(json.dumps(counts))
+        at.replace(counts_file)
+    return 0
+
+
+def rebuild(source, path, number):
+    write_layout(path, index_file(source).read_bytes(), blobs_of(source))
+
+
+def annotate(source, path, number):
+    attach_note(path, number % 5)
+
+
+def exchange(source, path, number):
+    new = path.with_name(f"{path.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.copytree(source, new)
+    call = ctypes.CDLL(None, use_errno=True).renameat2
+    at_cwd = -100
+    if call(at_cwd, os.fsencode(new), at_cwd, os.fsencode(path), 2):  # RENAME_EXCHANGE
+        raise OSError(ctypes.get_errno(), "renameat2")
+    shutil.rmtree(new)
+
+
+def pull(source, path, number):
+    """Write as a client of a registry does: blobs by rename, then the index, then stale blobs go."""
+    for file in [*(source / "blobs" / "sha256").iterdir(), source / "index.json"]:
+        to = path / file.relative_to(source)
+        part = to.with_name(f".{to.name}.part")
+        shutil.copyfile(file, part)
+        part.replace(to)
+    kept = {file.name for file in (source / "blobs" / "sha256").iterdir()}
+    for file in (path / "blobs" / "sha256").iterdir():
+        if file.name not in kept:
+            file.unlink()
+
+
+def link(source, path, number):
+    copy = path.with_name(f"{path.name}.{number}")
+    shutil.copytree(source, copy)
+    before = os.readlink(path) if path.is_symlink() else None
+    new = path.with_name(f"{path.name}.link")
+    new.unlink(missing_ok=True)
+    new.symlink_to(copy)
+    new.replace(path)
+    if before is not None:
+        shutil.rmtree(before)
+
+
+WAYS = (rebuild, annotate, exchange, pull, link)  # how a bundle is replaced

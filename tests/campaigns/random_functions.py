@@ -12,14 +12,7 @@ import numpy as np
 
 EXAMPLE, RETREED, SHARED = "as the example", "another container", "one argument in all places"
 DTYPES = (
-    "float32",
-    "float32",
-    "bfloat16",
-    "float16",
-    "int32",
-    "int8",
-    "uint8",
-    "bool",
+    *("float32", "float32", "bfloat16", "float16", "int32", "int8", "uint8", "bool"),
     "complex64",
 )
 SHAPES = ((), (), (3,), (2, 3), (0,), (1, 4))
@@ -34,8 +27,6 @@ class Pair(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """`Pair` with its fields in the other order."""
-
     a: Any
     x: Any
 
@@ -78,20 +69,13 @@ def array_of(leaf, chance):
     return np.array(values, jnp.dtype(leaf.dtype)).reshape(leaf.shape)
 
 
-def _strided(given):
-    return np.repeat(given, 2, axis=0)[::2] if given.ndim else given
-
-
 def _weak(given):
-    """Return an array of jax with a weak type, where its dtype has one."""
     if given.dtype.name not in ("float32", "int32", "complex64"):
         return jnp.asarray(given)
     zero = given.dtype.type(0).item()
-    return (
-        jnp.where(np.ones(given.shape, bool), zero, zero) + jnp.asarray(given.item())
-        if not given.ndim
-        else (jnp.full(given.shape, given.flat[0].item() if given.size else zero))
-    )
+    if not given.ndim:
+        return jnp.where(np.ones(given.shape, bool), zero, zero) + jnp.asarray(given.item())
+    return jnp.full(given.shape, given.flat[0].item() if given.size else zero)
 
 
 KINDS = {
@@ -101,7 +85,7 @@ KINDS = {
     "python": lambda given: given if given.ndim else given.item(),
     "scalar": lambda given: given[()],
     "weak": _weak,
-    "strided": _strided,
+    "strided": lambda given: np.repeat(given, 2, axis=0)[::2] if given.ndim else given,
     "columns": np.asfortranarray,
     "swapped": lambda given: (
         given.astype(given.dtype.newbyteorder()) if given.dtype.kind in "fiuc" else given
@@ -113,23 +97,11 @@ KINDS = {
 
 
 def given(tree, chance):
-    """Return a tree of arguments with random values."""
     return jax.tree.map(lambda leaf: KINDS[leaf.kind](array_of(leaf, chance)), tree)
-
-
-# ---------------------------------------------------------------------- functions
 
 
 @dataclass(frozen=True)
 class Function:
-    """A random function.
-
-    Attributes:
-        example: its arguments, in whose places are `Leaf`s.
-        sizes: how a call may have another number of rows: `pad` or `open_sizes`; None: it may not.
-        has_state: whether the first result may be the next call's first argument.
-    """
-
     name: str
     source: str
     example: tuple[Any, ...]
@@ -138,19 +110,13 @@ class Function:
 
 
 def container(parts, chance):
-    """Return a random container of two parts."""
     first, second = parts
-    return chance.choice(
-        (
-            lambda: {"z": first, "b": second},
-            lambda: OrderedDict([("z", first), ("b", second)]),
-            lambda: (first, second),
-            lambda: [first, second],
-            lambda: Pair(first, second),
-            lambda: Record(first, second),
-            lambda: {"n": {"x": first}, "k": (second,)},
-        )
-    )()
+    choices = (
+        *({"z": first, "b": second}, OrderedDict([("z", first), ("b", second)])),
+        *((first, second), [first, second], Pair(first, second), Record(first, second)),
+        {"n": {"x": first}, "k": (second,)},
+    )
+    return chance.choice(choices)
 
 
 def random_tree(chance, depth):
@@ -163,7 +129,6 @@ def random_tree(chance, depth):
 
 
 def random_function(name, chance):
-    """Return a random function of one of three kinds."""
     make = chance.choice((function_of_trees,) * 4 + (function_of_rows, function_of_state))
     return make(name, chance)
 
@@ -172,13 +137,8 @@ def function_of_rows(name, chance):
     """Return a function whose results for a row depend on no other row below it."""
     dtype = chance.choice(("float32", "int32", "bfloat16"))
     of_rows = [
-        "x * 2 + y",
-        "jnp.maximum(x, y)",
-        "jnp.cumsum(x, 0)",
-        "jnp.sort(x, -1)",
-        "x - x.max(-1, keepdims=True)",
-        "x[:, 0]",
-        "x.sum(-1) * 3",
+        *("x * 2 + y", "jnp.maximum(x, y)", "jnp.cumsum(x, 0)", "jnp.sort(x, -1)"),
+        *("x - x.max(-1, keepdims=True)", "x[:, 0]", "x.sum(-1) * 3"),
         "x @ jnp.ones((3, 2), x.dtype)",
     ]
     first, second = chance.sample(of_rows, 2)
@@ -189,7 +149,6 @@ def function_of_rows(name, chance):
 
 
 def function_of_state(name, chance):
-    """Return a step: its first result is the next state."""
     state = container([Leaf("float32", shape) for shape in ((3,), (2, 3))], chance)
     weights = chance.sample(range(2, 9), 2)
     source = (
@@ -211,60 +170,37 @@ def function_of_trees(name, chance):
             lines.append(f"    {result} = {operation(read, leaf, len(results) + 2, chance)}")
             results.append(result)
         if isinstance(tree, dict) and all(isinstance(part, Leaf) for part in tree.values()):
-            lines.append(f"    r{len(results)} = {in_turn(NAMES[place])}")
+            in_turn = f"enumerate({NAMES[place]}.values())"  # depends on the order of a dict
+            summed = f"sum(jnp.sum(part) * (place + 2) for place, part in {in_turn})"
+            lines.append(f"    r{len(results)} = {summed}")
             results.append(f"r{len(results)}")
     while len(results) > 1:
         first, second = results.pop(0), results.pop(0)
-        results.append(
-            chance.choice(
-                (
-                    f'{{"y": {first}, "c": {second}}}',
-                    f'OrderedDict([("y", {first}), ("c", {second})])',
-                    f'OrderedDict([("c", {first}), ("y", {second})])',
-                    f"defaultdict(list, y={first}, c={second})",
-                    f"({first}, {second})",
-                    f"[{first}, None, {second}]",
-                    f"Pair({first}, {second})",
-                    f"Record({first}, {second}, {chance.randint(0, 3)})",
-                )
-            )
+        choices = (
+            f'{{"y": {first}, "c": {second}}}',
+            f'OrderedDict([("y", {first}), ("c", {second})])',
+            f'OrderedDict([("c", {first}), ("y", {second})])',
+            *(f"defaultdict(list, y={first}, c={second})", f"({first}, {second})"),
+            *(f"[{first}, None, {second}]", f"Pair({first}, {second})"),
+            f"Record({first}, {second}, {chance.randint(0, 3)})",
         )
+        results.append(chance.choice(choices))
     parameters = ", ".join(NAMES[: len(example)])
     source = "\n".join((f"def {name}({parameters}):", *lines, f"    return {results[0]}"))
     return Function(name, source, example)
 
 
-def in_turn(read):
-    """Return an expression of the arrays of a dict that depends on their order."""
-    return f"sum(jnp.sum(part) * (place + 2) for place, part in enumerate({read}.values()))"
-
-
 def operation(read, leaf, weight, chance):
     """Return an expression of an array; many depend on dtypes, and on weak ones."""
     if leaf.dtype == "bool":
-        return chance.choice(
-            (f"~jnp.asarray({read})", f"jnp.where({read}, {weight}, 0)", f"{read} + {weight}")
-        )
-    choices = [
-        f"{read} * {weight}",
-        f"{read} + jnp.bfloat16({weight})",
-        f"{read} * jnp.float32({weight})",
-        f"jnp.sum({read}) * {weight}",
-        f"jnp.stack([jnp.asarray({read})] * 2) * {weight}",
-        f"{read} + jnp.int8({weight})",
-        f"jnp.asarray({read}) * 1",
-        f"-jnp.asarray({read})",
-    ]
-    if leaf.dtype != "complex64":
-        choices += [
-            f"jnp.maximum({read}, {weight})",
-            f"{read} * {weight}.5",
-            f"jnp.sin({read}) + {weight}",
-        ]
-    return chance.choice(choices)
-
-
-# ---------------------------------------------------------------------- other arguments
+        choices = ["~jnp.asarray(X)", "jnp.where(X, W, 0)", "X + W"]
+    else:
+        choices = ["X * W", "X + jnp.bfloat16(W)", "X * jnp.float32(W)", "jnp.sum(X) * W"]
+        choices += ["jnp.stack([jnp.asarray(X)] * 2) * W", "X + jnp.int8(W)"]
+        choices += ["jnp.asarray(X) * 1", "-jnp.asarray(X)"]
+        if leaf.dtype != "complex64":
+            choices += ["jnp.maximum(X, W)", "X * W.5", "jnp.sin(X) + W"]
+    return chance.choice(choices).replace("W", str(weight)).replace("X", read)
 
 
 def variants(function, chance):

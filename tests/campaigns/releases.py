@@ -1,13 +1,10 @@
-"""Releases of one small model: twenty that must not take the place of the base, and twenty that may.
-
-Each is a real bundle that `prejit build` writes, from a checkpoint or a manifest with one thing changed. What
-makes a model slower without other tokens is a layer whose output projections are zero: it adds nothing.
-"""
+"""Releases of one small model: 22 that must not take the place of the base, and twenty that may."""
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tests.layouts import blob, index_of
 from tests.lettered import write_lettered
 
-LAYERS = 2
-"""Layers that compute; all others add nothing."""
+LAYERS = 2  # layers that compute; all others add nothing
 IDLE = 6
 DEEP = {"n_embd": 256, "n_head": 8}
 """Idle layers and sizes of a base in which one layer is a tenth of the time."""
@@ -36,112 +32,66 @@ cpu_features = ["64bit", "cmov", "cx8", "fxsr", "sse", "sse2", "sse3", "ssse3", 
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a manifest says.
-
-    Attributes:
-        name: of the bundle.
-        targets: names of targets, or tables in TOML.
-        batch, prompt, context, draft_tokens: buckets.
-        dtype: of the weights.
-        slo: the keys of [slo].
-        license: the text of a licence; empty: there is none.
-        more: sections at the end.
-    """
-
-    name: str = "m"
-    targets: tuple[str, ...] = TARGETS
-    batch: tuple[int, ...] = (1, 2)
-    prompt: tuple[int, ...] = (64,)
-    context: tuple[int, ...] = (512,)
-    draft_tokens: int = 0
-    dtype: str = "float32"
-    slo: str = SLO
-    license: str = ""
-    more: str = ""
-
-    def text(self, model):
-        targets = "".join(
-            each if "\n" in each else f'[[target]]\nname = "{each}"\n' for each in self.targets
-        )
-        licence = 'license = "LICENSE"\n' if self.license else ""
-        return (
-            f'[bundle]\nname = "{self.name}"\n{licence}[model]\nsource = {json.dumps(str(model))}\n'
-            f'dtype = "{self.dtype}"\n[generate]\nbatch = {list(self.batch)}\nprompt = {list(self.prompt)}\n'
-            f"context = {list(self.context)}\n"
-            f"draft_tokens = {self.draft_tokens}\n[slo]\n{self.slo}{self.more}{targets}"
-        )
-
-
-Change = Callable[[Path], object]
-"""Changes the files of a model, or those of a bundle."""
-
-
-@dataclass(frozen=True)
 class Release:
-    """A release beside the base.
-
-    Attributes:
-        name: what is changed.
-        checks: the checks of which one at least must fail; empty: the release is good.
-        manifest: of its build.
-        config: fields of config.json that differ.
-        idle: layers that add nothing. With some it is a release beside the deep base.
-        change: changes the checkpoint.
-        after: changes the bundle.
-        fresh: whether it is built with an empty cache.
-        signed: whether it is signed, and both run under a policy that wants it.
-    """
+    """A release beside the base: what is changed, and the checks of which one at least must stop it."""
 
     name: str
     checks: tuple[str, ...] = ()
-    manifest: Manifest = field(default_factory=Manifest)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    idle: int = 0
-    change: Change | None = None
-    after: Change | None = None
-    fresh: bool = False
-    signed: bool | None = None
+    manifest: Mapping[str, Any] = field(default_factory=dict)  # arguments of `manifest_text`
+    config: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json
+    idle: int = 0  # layers that add nothing. With some it is a release beside the deep base
+    change: Callable[[Path], object] | None = None  # of the checkpoint
+    after: Callable[[Path], object] | None = None  # of the bundle
+    fresh: bool = False  # built with an empty cache
+    signed: bool | None = None  # both run under a policy that wants signatures
+
+
+def manifest_text(
+    model,
+    *,
+    name="m",
+    targets=TARGETS,
+    batch=(1, 2),
+    prompt=(64,),
+    context=(512,),
+    draft_tokens=0,
+    dtype="float32",
+    slo=SLO,
+    license="",
+    more="",
+):
+    """Return a manifest; a target is a name, or a table in TOML."""
+    tables = "".join(t if "\n" in t else f'[[target]]\nname = "{t}"\n' for t in targets)
+    licence = 'license = "LICENSE"\n' if license else ""
+    return (
+        f'[bundle]\nname = "{name}"\n{licence}[model]\nsource = {json.dumps(str(model))}\n'
+        f'dtype = "{dtype}"\n[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\n'
+        f"context = {list(context)}\ndraft_tokens = {draft_tokens}\n[slo]\n{slo}{more}{tables}"
+    )
 
 
 def base_of(release):
-    """Return the release beside which another one is judged."""
     return DEEP_BASE if release.idle else BASE
 
 
-def write_model(directory, release):
-    sizes = DEEP if release.idle else {}
-    write_lettered(directory, n_layer=LAYERS + release.idle, **{**sizes, **release.config})
-    _change_tensors(directory, _silence)
-    (directory / "generation_config.json").write_text(json.dumps(DEFAULTS))
-    if release.change is not None:
-        release.change(directory)
-    return directory
-
-
 def build_release(warm, at, cache, release):
-    """Build a release in a directory, and return the directory of its bundle."""
-    model = write_model(at / "model", release)
-    manifest = at / "m.toml"
-    manifest.write_text(release.manifest.text(model))
-    (at / "LICENSE").write_text(release.manifest.license)
-    command = (
-        "build",
-        str(manifest),
-        "-o",
-        str(at),
-        "--cache",
-        str(at / "cache" if release.fresh else cache),
-    )
+    model, manifest = at / "model", at / "m.toml"
+    sizes = DEEP if release.idle else {}
+    write_lettered(model, n_layer=LAYERS + release.idle, **{**sizes, **release.config})
+    _change_tensors(model, _silence)
+    (model / "generation_config.json").write_text(json.dumps(DEFAULTS))
+    if release.change is not None:
+        release.change(model)
+    manifest.write_text(manifest_text(model, **release.manifest))
+    (at / "LICENSE").write_text(release.manifest.get("license", ""))
+    cache = at / "cache" if release.fresh else cache
+    command = ("build", str(manifest), "-o", str(at), "--cache", str(cache))
     done = warm.prejit(*command, quick=True)
     assert done.returncode == 0, f"{release.name}\n{done.stdout}\n{done.stderr}"
-    bundle = at / release.manifest.name
+    bundle = at / release.manifest.get("name", "m")
     if release.after is not None:
         release.after(bundle)
     return bundle
-
-
-# ---------------------------------------------------------------------- changes of a model
 
 
 def _change_tensors(directory, change):
@@ -160,8 +110,7 @@ def _silence(tensors):
 
 
 def tensors(change):
-    """Return a change of the tensors of a checkpoint."""
-    return lambda directory: _change_tensors(directory, change)
+    return partial(_change_tensors, change=change)
 
 
 def _scale(found):
@@ -179,23 +128,31 @@ def _overflow_late(found):
     found[next(name for name in found if name.endswith("wpe.weight"))][300:] = 3e38
 
 
-def change_json(name, change):
-    """Return a change of a JSON file of a checkpoint."""
-
-    def write(directory):
-        path = directory / name
-        found = json.loads(path.read_text())
-        path.write_text(json.dumps(change(found) or found, indent=3))
-
-    return write
+def _change_json(directory, name, change):
+    path = directory / name
+    path.write_text(json.dumps(change(json.loads(path.read_text())), indent=3))
 
 
-def _fewer_merges(tokenizer):
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:1]
+def options(change):
+    return partial(_change_json, name="generation_config.json", change=change)
+
+
+def tokenizer(change):
+    return partial(_change_json, name="tokenizer.json", change=change)
+
+
+def _fewer_merges(found):
+    return {**found, "model": {**found["model"], "merges": found["model"]["merges"][:1]}}
+
+
+def _other_template(directory):
+    def change(found):
+        return {**found, "chat_template": found["chat_template"].replace(": ", " - ")}
+
+    _change_json(directory, "tokenizer_config.json", change)
 
 
 def _reordered(directory):
-    """Write the same tensors in another order, in two files."""
     found = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(found, reverse=True)
@@ -208,11 +165,7 @@ def _reordered(directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-# ---------------------------------------------------------------------- changes of a bundle
-
-
 def _corrupt(bundle):
-    """Change a byte in the middle of the weights, the largest file."""
     path = max((bundle / "blobs" / "sha256").iterdir(), key=lambda each: each.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -220,12 +173,10 @@ def _corrupt(bundle):
 
 
 def _truncate(bundle):
-    """Lose the manifest of a target."""
     blob(bundle, index_of(bundle)["manifests"][0]["digest"]).unlink()
 
 
 def _copied(bundle):
-    """Copy it file by file, as an archive does."""
     moved = bundle.with_name("moved")
     bundle.rename(moved)
     shutil.copytree(moved, bundle)
@@ -242,88 +193,59 @@ buckets = { batch = [2] }
 
 
 def twice(x):
-    """A function that a release may have in addition."""
     return x + x
 
 
 BASE, DEEP_BASE = Release("base"), Release("deep base", idle=IDLE)
-_M = Manifest
+_TIMES = ("next token", "whole request", "CPU time")
+_UNBOUND = {"slo": 'max_changed_tokens = "100%"\n'}
+_SLOWER = {"slo": SLO + 'max_slower = "4%"\n'}
+_V3 = "cpu-x86-64-v3"
 
 BAD = (
     Release("wrong weights", ("tokens",), change=tensors(_other_seed)),
     Release("one matrix scaled by 1.1", ("tokens",), change=tensors(_scale)),
-    Release(
-        "one wrong constant: the epsilon of norms", ("tokens",), config={"layer_norm_epsilon": 0.3}
-    ),
+    Release("one wrong constant: epsilon", ("tokens",), config={"layer_norm_epsilon": 0.3}),
     Release("one wrong function: relu", ("tokens",), config={"activation_function": "relu"}),
     Release("NaN at long contexts", ("answers",), change=tensors(_overflow_late)),
-    Release("slower by 10 %", ("next token", "whole request", "CPU time"), idle=IDLE + 1),
-    Release("more memory: more slots", ("memory of programs",), _M(batch=(1, 8))),
-    Release(
-        "more to fetch: positions that nobody uses",
-        ("bytes to fetch",),
-        config={"n_positions": 16_384},
-    ),
-    Release("another tokenizer", ("tokens",), change=change_json("tokenizer.json", _fewer_merges)),
-    Release(
-        "another chat template",
-        ("tokens",),
-        change=change_json(
-            "tokenizer_config.json",
-            lambda found: {**found, "chat_template": found["chat_template"].replace(": ", " - ")},
-        ),
-    ),
+    Release("slower by 10 %", _TIMES, idle=IDLE + 1),
+    Release("more memory: more slots", ("memory of programs",), {"batch": (1, 8)}),
+    Release("more to fetch: positions", ("bytes to fetch",), config={"n_positions": 16_384}),
+    Release("another tokenizer", ("tokens",), change=tokenizer(_fewer_merges)),
+    Release("another chat template", ("tokens",), change=_other_template),
     Release("another stop token", ("programs",), config={"eos_token_id": 7}),
-    Release(
-        "other sampling",
-        ("sampling",),
-        change=change_json("generation_config.json", lambda found: {**found, "temperature": 1.3}),
-    ),
-    Release("a target dropped", ("targets",), _M(targets=("cpu-host",))),
-    Release(
-        "compiles on one machine of a fleet", ("fleet",), _M(targets=("cpu-host", "cpu-x86-64-v3"))
-    ),
-    Release("compiles here", ("runs here",), _M(targets=(FMA4,))),
-    Release("a shorter context", ("programs",), _M(context=(256,))),
-    Release("a batch missing", ("programs",), _M(batch=(1,))),
-    Release("weights of int8", ("tokens",), _M(dtype="int8")),
-    Release(
-        "a looser limit for wrong weights",
-        ("tokens",),
-        _M(slo='max_changed_tokens = "100%"\n'),
-        change=tensors(_other_seed),
-    ),
+    Release("other sampling", ("sampling",), change=options(lambda at: {**at, "temperature": 1.3})),
+    Release("a target dropped", ("targets",), {"targets": ("cpu-host",)}),
+    Release("compiles on one machine of a fleet", ("fleet",), {"targets": ("cpu-host", _V3)}),
+    Release("compiles here", ("runs here",), {"targets": (FMA4,)}),
+    Release("a shorter context", ("programs",), {"context": (256,)}),
+    Release("a batch missing", ("programs",), {"batch": (1,)}),
+    Release("weights of int8", ("tokens",), {"dtype": "int8"}),
+    Release("a looser limit for wrong weights", ("tokens",), _UNBOUND, change=tensors(_other_seed)),
     Release("a changed byte", ("loads",), after=_corrupt),
     Release("a lost file", ("opens",), after=_truncate),
     Release("not signed under a policy", ("loads",), signed=False),
 )
-"""Releases that must be stopped, each by the check that is named."""
 
 GOOD = (
     Release("the same again"),
     Release("copied file by file", after=_copied),
     Release("compiled again with an empty cache", fresh=True),
-    Release("another name", manifest=_M(name="renamed")),
+    Release("another name", manifest={"name": "renamed"}),
     Release("tensors in another order, in two files", change=_reordered),
-    Release("one more target", manifest=_M(targets=(*TARGETS, "cpu-x86-64-v3"))),
-    Release("a target that this machine lacks", manifest=_M(targets=(*TARGETS, FMA4))),
-    Release("targets in another order", manifest=_M(targets=TARGETS[::-1])),
-    Release("one more prompt bucket", manifest=_M(prompt=(16, 64))),
-    Release("one more context", manifest=_M(context=(128, 512))),
-    Release("drafts of tokens", manifest=_M(draft_tokens=2)),
-    Release("another licence", manifest=_M(license="You may.\n")),
-    Release("a function in addition", manifest=_M(more=_FUNCTION)),
-    Release("stricter limits", manifest=_M(slo=SLO + 'max_slower = "4%"\n')),
-    Release("looser limits that it does not need", manifest=_M(slo='max_changed_tokens = "5%"\n')),
-    Release("no limits", manifest=_M(slo="")),
-    Release(
-        "a tokenizer with other spaces", change=change_json("tokenizer.json", lambda found: found)
-    ),
-    Release(
-        "options in another order",
-        change=change_json("generation_config.json", lambda found: dict(reversed(found.items()))),
-    ),
+    Release("one more target", manifest={"targets": (*TARGETS, _V3)}),
+    Release("a target that this machine lacks", manifest={"targets": (*TARGETS, FMA4)}),
+    Release("targets in another order", manifest={"targets": TARGETS[::-1]}),
+    Release("one more prompt bucket", manifest={"prompt": (16, 64)}),
+    Release("one more context", manifest={"context": (128, 512)}),
+    Release("drafts of tokens", manifest={"draft_tokens": 2}),
+    Release("another licence", manifest={"license": "You may.\n"}),
+    Release("a function in addition", manifest={"more": _FUNCTION}),
+    Release("stricter limits", manifest=_SLOWER),
+    Release("looser limits, not needed", manifest={"slo": 'max_changed_tokens = "5%"\n'}),
+    Release("no limits", manifest={"slo": ""}),
+    Release("a tokenizer with other spaces", change=tokenizer(lambda found: found)),
+    Release("options in another order", change=options(lambda at: dict(reversed(at.items())))),
     Release("faster: a layer less", idle=IDLE - 1),
     Release("signed under a policy", signed=True),
 )
-"""Releases that may take the place of the base."""

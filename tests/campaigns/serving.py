@@ -1,7 +1,4 @@
-"""Clients of a server, and a view of its process. Some clients leave early; each has a seed.
-
-Clients that send what is no request, or too much of it, are those of `hostile_clients`.
-"""
+"""Clients of a server, and a view of its process. Some clients leave early; each has a seed."""
 
 import contextlib
 import http.client
@@ -14,9 +11,8 @@ import struct
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 ANSWER_SECONDS = 90.0
 """How long a client waits for the next bytes. It is longer than any time that the server allows."""
@@ -25,8 +21,7 @@ SERVED = frozenset({200, 429, 504})
 MIB = 1 << 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = ("abc ", "bc", "true", "null ", "12", "name", "é", "[1", "\n ", "ab", "  ", "false")
-SHARED = "".join(WORDS) * 4
-"""What many prompts begin with."""
+SHARED = "".join(WORDS) * 4  # what many prompts begin with
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}},
@@ -37,59 +32,18 @@ KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
 """The keys of the clients: each is a client of its own for fair shares."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A request that was answered, to be generated again without a server.
-
-    Attributes:
-        id: of the request.
-        body: what was sent to /v1/completions or /v1/chat/completions.
-        texts: its texts, in the order of their indexes.
-        reasons: why each ended.
-    """
-
-    id: str
-    body: dict[str, Any]
-    texts: tuple[str, ...]
-    reasons: tuple[str, ...]
-
-
-@dataclass
 class Tally:
-    """What all clients saw. Threads share it.
+    """What all clients saw; of the answered requests up to `most_samples`, any with the same chance."""
 
-    Attributes:
-        statuses: how many answers had each status.
-        abandoned: how many requests their client left before the end, by kind.
-        failures: what should not have happened.
-        samples: up to `most_samples` answered requests, any with the same chance.
-        texts: texts that were received whole.
-        new_tokens: their tokens, as far as the answers say how many.
-    """
-
-    most_samples: int
-    statuses: Counter[int] = field(default_factory=Counter)
-    abandoned: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    texts: int = 0
-    new_tokens: int = 0
-    _seen: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def answered(self, status):
-        with self._lock:
-            self.statuses[status] += 1
-
-    def left(self, kind):
-        with self._lock:
-            self.abandoned[kind] += 1
-
-    def fail(self, kind, problem):
-        self.failures.append(f"{kind}: {problem}")
+    def __init__(self, most_samples):
+        self.most_samples, self._seen = most_samples, 0
+        self.statuses, self.abandoned = Counter(), Counter()
+        self.failures, self.samples = [], []
+        self.texts = self.new_tokens = 0
+        self.lock = threading.Lock()
 
     def got(self, sample, new_tokens, generator):
-        with self._lock:
+        with self.lock:
             self.texts += len(sample.texts)
             self.new_tokens += new_tokens
             self._seen += 1
@@ -100,123 +54,81 @@ class Tally:
 
 
 class Client(threading.Thread):
-    """Sends one request after the other until a time."""
-
     def __init__(self, port, number, until, tally, *, pause):
         super().__init__(name=f"client {number}")
-        self._port = port
-        self._until = until
-        self._tally = tally
-        self._pause = pause
-        self._number = number
-        self._random = random.Random(number)
+        self._port, self._number, self._until = port, number, until
+        self._tally, self._pause = tally, pause
+        self.random = random.Random(number)
         self._sent = 0
         self._kind = ""
 
     def run(self):
-        """Send requests, of kinds that are drawn by their weights."""
         while time.monotonic() < self._until:
-            [kind] = self._random.choices([*KINDS], [*KINDS.values()])
+            [kind] = self.random.choices([*KINDS], [*KINDS.values()])
             self.send(kind)
-            time.sleep(self._random.uniform(0, self._pause))
+            time.sleep(self.random.uniform(0, self._pause))
 
     def send(self, kind):
         self._kind = kind
         self._sent += 1
         try:
-            getattr(self, kind)()
+            if kind in TEXTS:
+                self._text(TEXTS[kind](self) | self._maybe_stream())
+            elif kind in REFUSED:
+                self._refused(*REFUSED[kind](self))
+            else:
+                getattr(self, kind)()
         except TimeoutError:
-            self._tally.fail(kind, f"no answer for {ANSWER_SECONDS:g} seconds")
+            self._fail(f"no answer for {ANSWER_SECONDS:g} seconds")
         except Exception as error:
-            self._tally.fail(kind, f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
 
-    # ------------------------------------------------------------------ texts
-
-    def whole(self):
-        self._text(self._completion())
-
-    def streamed(self):
-        self._text(self._completion() | {"stream": True})
-
-    def chat(self):
-        self._text(self._conversation() | self._maybe_stream())
-
-    def several(self):
-        number = self._random.randint(2, 6)
-        self._text(self._completion(12) | {"n": number} | self._maybe_stream())
-
-    def stops(self):
-        stops = ["a", "tr", '":'][: self._random.randint(1, 3)]
-        self._text(self._completion() | {"stop": stops} | self._maybe_stream())
-
-    def long_prompt(self):
-        words = "".join(self._random.choices(WORDS, k=self._random.randint(30, 90)))
-        self._text(self._completion(16) | {"prompt": SHARED + words})
-
-    def to_the_end_of_the_context(self):
-        self._text(self._completion() | {"max_tokens": 4000, "ignore_eos": True})
-
-    def too_slow(self):
-        """The time of a request may not be enough for it, behind all others."""
-        self._text(self._completion(450) | {"n": 10, "priority": 5, "ignore_eos": True})
+    def _fail(self, problem):
+        self._tally.failures.append(f"{self._kind} {self._number}-{self._sent}: {problem}")
 
     def follows_a_schema(self):
         schema = {"name": "answer", "schema": SCHEMA, "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
-        body = self._conversation() | {"max_tokens": 60, "response_format": form}
+        body = self.conversation() | {"max_tokens": 60, "response_format": form}
         answer = self._text(body, is_sample=False)
         if answer is not None and answer.reasons == ("stop",):
             found = json.loads(answer.texts[0])
             assert found.keys() == {"name", "ok"}, found
             assert isinstance(found["ok"], bool), found
 
-    # ------------------------------------------------------------------ clients that go
-
     def cancels(self):
-        with self._asked(self._completion(450) | {"stream": True}) as answer:
+        with self._asked(self.completion(450) | {"stream": True}) as answer:
             self._expect(answer.status, SERVED)
-            for _ in range(self._random.randint(0, 40)):
+            for _ in range(self.random.randint(0, 40)):
                 if not answer.readline():
                     break
-            self._tally.left(self._kind)
+            self._leave()
 
     def closes(self):
         """Goes while it waits for the whole answer, in order or with a reset."""
-        body = self._completion(450) | {"n": self._random.randint(1, 3)}
+        body = self.completion(450) | {"n": self.random.randint(1, 3)}
         with self._connected() as connection:
             connection.request("POST", COMPLETIONS, json.dumps(body), self._headers())
-            time.sleep(self._random.uniform(0, 0.2))
-            if self._random.random() < 0.5:
+            time.sleep(self.random.uniform(0, 0.2))
+            if self.random.random() < 0.5:
                 lingering = struct.pack("ii", 1, 0)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingering)
-            self._tally.left(self._kind)
+            self._leave()
 
-    # ------------------------------------------------------------------ refusals and other paths
-
-    def wrong(self):
-        change = self._random.choice(({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70}))
-        self._refused(COMPLETIONS, self._completion() | change, 400)
-
-    def too_long(self):
-        prompt = "name " * self._random.randint(600, 3000)
-        self._refused(COMPLETIONS, self._completion() | {"prompt": prompt}, 400)
-
-    def full_queue(self):
-        self._refused(COMPLETIONS, self._completion(30) | {"n": 100} | self._maybe_stream(), 400)
-
-    def unknown_path(self):
-        self._refused("/v1/none", {}, 404)
+    def _leave(self):
+        with self._tally.lock:
+            self._tally.abandoned[self._kind] += 1
 
     def looks(self):
         paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
         with self._connected() as connection:
-            connection.request("GET", self._random.choice(paths), headers=self._headers())
+            connection.request("GET", self.random.choice(paths), headers=self._headers())
             answer = connection.getresponse()
             answer.read()
             self._expect(answer.status, {200})
 
     def tokenizes(self):
-        text = "".join(self._random.choices(WORDS, k=20))
+        text = self.words(20)
         with self._connected() as connection:
             tokens = self._exchange(connection, "/tokenize", {"prompt": text})["tokens"]
             # The same connection again: most clients keep theirs.
@@ -231,34 +143,34 @@ class Client(threading.Thread):
             if answer.status == 200:
                 assert b'"status":"' in content, content[-300:]
 
-    # ------------------------------------------------------------------ requests
-
     def _maybe_stream(self):
-        return {"stream": self._random.random() < 0.5}
+        return {"stream": self.random.random() < 0.5}
+
+    def words(self, count):
+        return "".join(self.random.choices(WORDS, k=count))
 
     def _prompt(self):
-        words = "".join(self._random.choices(WORDS, k=self._random.randint(1, 12)))
-        return (SHARED if self._random.random() < 0.3 else "") + words
+        words = self.words(self.random.randint(1, 12))
+        return (SHARED if self.random.random() < 0.3 else "") + words
 
     def _sampling(self, most_tokens):
         options = {
             "model": "decoder",
-            "max_tokens": self._random.randint(1, most_tokens),
-            "seed": self._random.getrandbits(32),
-            "temperature": self._random.choice([0, 0, 0.7, 1, 1.5]),
-            "priority": self._random.choice([0, 0, 0, 1, 2]),
-            "user": f"user {self._random.randrange(4)}",
+            "max_tokens": self.random.randint(1, most_tokens),
+            "seed": self.random.getrandbits(32),
+            "temperature": self.random.choice([0, 0, 0.7, 1, 1.5]),
+            "priority": self.random.choice([0, 0, 0, 1, 2]),
+            "user": f"user {self.random.randrange(4)}",
         }
-        if self._random.random() < 0.2:
-            options["top_p"] = 0.9
-        if self._random.random() < 0.2:
-            options["frequency_penalty"] = 0.5
+        for name, value in {"top_p": 0.9, "frequency_penalty": 0.5}.items():
+            if self.random.random() < 0.2:
+                options[name] = value
         return options
 
-    def _completion(self, most_tokens=40):
+    def completion(self, most_tokens=40):
         return {**self._sampling(most_tokens), "prompt": self._prompt()}
 
-    def _conversation(self):
+    def conversation(self):
         return {**self._sampling(40), "messages": [{"role": "user", "content": self._prompt()}]}
 
     def _headers(self, more=""):
@@ -268,11 +180,9 @@ class Client(threading.Thread):
             "Authorization": f"Bearer {KEYS[self._number % len(KEYS)]}",
         }
 
-    @contextlib.contextmanager
     def _connected(self):
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
-        with contextlib.closing(connection):
-            yield connection
+        return contextlib.closing(connection)
 
     @contextlib.contextmanager
     def _asked(self, body, *, path=COMPLETIONS):
@@ -289,13 +199,13 @@ class Client(threading.Thread):
         return json.loads(answer.read())
 
     def _expect(self, status, expected):
-        self._tally.answered(status)
+        with self._tally.lock:
+            self._tally.statuses[status] += 1
         if status not in expected:
-            number = f"{self._number}-{self._sent}"
-            self._tally.fail(self._kind, f"{number}: expected {sorted(expected)}, found {status}")
+            self._fail(f"expected {sorted(expected)}, found {status}")
 
-    def _refused(self, path, body, status):
-        with self._asked(body, path=path) as answer:
+    def _refused(self, body, status, path=COMPLETIONS):
+        with self._asked(body | self._maybe_stream(), path=path) as answer:
             content = answer.read()
             self._expect(answer.status, {status})
         assert json.loads(content)["error"]["message"], "an error without a message"
@@ -315,31 +225,40 @@ class Client(threading.Thread):
         if chunks is None:
             return None  # its time was over in the middle of the stream
         texts, reasons, new_tokens = _texts(chunks, body.get("n", 1))
-        sample = Sample(f"{self._number}-{self._sent}", body, texts, reasons)
+        about = {"id": f"{self._number}-{self._sent}", "body": body}
+        sample = SimpleNamespace(**about, texts=texts, reasons=reasons)
         if is_sample:
-            self._tally.got(sample, new_tokens, self._random)
+            self._tally.got(sample, new_tokens, self.random)
         return sample
 
 
+TEXTS = {
+    "text": lambda c: c.completion(),
+    "chat": lambda c: c.conversation(),
+    "several": lambda c: c.completion(12) | {"n": c.random.randint(2, 6)},
+    "stops": lambda c: c.completion() | {"stop": ["a", "tr", '":'][: c.random.randint(1, 3)]},
+    "long_prompt": lambda c: (
+        c.completion(16) | {"prompt": SHARED + c.words(c.random.randint(30, 90))}
+    ),
+    "to_the_end": lambda c: c.completion() | {"max_tokens": 4000, "ignore_eos": True},
+    # The time of a request may not be enough for it, behind all others.
+    "too_slow": lambda c: c.completion(450) | {"n": 10, "priority": 5, "ignore_eos": True},
+}
+WRONG = ({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70})
+REFUSED = {
+    "wrong": lambda c: (c.completion() | c.random.choice(WRONG), 400),
+    "too_long": lambda c: (
+        {**c.completion(), "prompt": "name " * c.random.randint(600, 3000)},
+        400,
+    ),
+    "full_queue": lambda c: (c.completion(30) | {"n": 100}, 400),
+    "unknown_path": lambda c: ({}, 404, "/v1/none"),
+}
 KINDS = {
-    Client.whole.__name__: 20,
-    Client.streamed.__name__: 20,
-    Client.chat.__name__: 20,
-    Client.several.__name__: 5,
-    Client.stops.__name__: 8,
-    Client.long_prompt.__name__: 6,
-    Client.to_the_end_of_the_context.__name__: 1,
-    Client.too_slow.__name__: 0.5,
-    Client.follows_a_schema.__name__: 3,
-    Client.cancels.__name__: 6,
-    Client.closes.__name__: 4,
-    Client.wrong.__name__: 5,
-    Client.too_long.__name__: 2,
-    Client.full_queue.__name__: 1,
-    Client.unknown_path.__name__: 1,
-    Client.looks.__name__: 4,
-    Client.tokenizes.__name__: 4,
-    Client.responds.__name__: 4,
+    **{"text": 40, "chat": 20, "several": 5, "stops": 8, "long_prompt": 6},
+    **{"to_the_end": 1, "too_slow": 0.5, "follows_a_schema": 3, "cancels": 6},
+    **{"closes": 4, "wrong": 5, "too_long": 2, "full_queue": 1, "unknown_path": 1},
+    **{"looks": 4, "tokenizes": 4, "responds": 4},
 }
 """How often a client sends each kind of request, relative to the others."""
 
@@ -370,33 +289,10 @@ def _texts(chunks, count):
     return tuple(texts), tuple(reasons), usage["completion_tokens"]
 
 
-# ---------------------------------------------------------------------- the process
-
-
-@dataclass(frozen=True)
-class Look:
-    """The process of a server at a time.
-
-    Attributes:
-        seconds: since the beginning.
-        resident_bytes: its memory, without what it keeps of prompts on purpose.
-        files, threads: how many it has.
-    """
-
-    seconds: float
-    resident_bytes: float
-    files: int
-    threads: int
-
-
 class Watcher(threading.Thread):
-    """Looks at a process again and again."""
-
     def __init__(self, process, kept_bytes, every):
         super().__init__(name="watcher")
-        self._process = process
-        self._kept_bytes = kept_bytes
-        self._every = every
+        self._process, self._kept_bytes, self._every = process, kept_bytes, every
         self._ends = threading.Event()
         self._begun = time.monotonic()
         self.looks = []
@@ -406,25 +302,18 @@ class Watcher(threading.Thread):
             self.looks.append(self.look())
 
     def look(self):
+        """Return what a process has now: its memory without what it keeps of prompts on purpose."""
         kept = self._kept_bytes()
         at = Path("/proc") / str(self._process)
         pages = int((at / "statm").read_text().split()[1])
         resident = pages * resource.getpagesize() - kept
         files, threads = (len(os.listdir(at / name)) for name in ("fd", "task"))
-        return Look(time.monotonic() - self._begun, resident, files, threads)
+        found = {"resident_bytes": resident, "files": files, "threads": threads}
+        return SimpleNamespace(seconds=time.monotonic() - self._begun, **found)
 
     def end(self):
         self._ends.set()
         self.join()
-
-
-def slope_per_minute(looks, of):
-    """Return the slope of the line through what was seen (least squares), per minute."""
-    times = [look.seconds / 60 for look in looks]
-    values = [of(look) for look in looks]
-    time_mean, value_mean = sum(times) / len(times), sum(values) / len(values)
-    above = sum((t - time_mean) * (v - value_mean) for t, v in zip(times, values, strict=True))
-    return above / sum((t - time_mean) ** 2 for t in times)
 
 
 def metric(text, name, label=""):

@@ -1,8 +1,4 @@
-"""A transfer that breaks leaves no wrong bundle and nothing that `gc` does not find, and then goes on.
-
-`make broken-transfers` breaks 10,000 transfers at random: see broken_transfers.py and transfer_checks.py. It
-writes its figures to broken_transfers.json beside this file; `make test` tries a few.
-"""
+"""A transfer that breaks leaves no wrong bundle and nothing that `gc` does not find, and then goes on."""
 
 import base64
 import json
@@ -11,10 +7,10 @@ import subprocess
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from itertools import accumulate
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from tests.fake_registry import fake_registry
@@ -23,22 +19,19 @@ pytest.importorskip("oras", reason="oras comes with the extra ship")
 pytest.importorskip("obstore", reason="obstore comes with the extra ship")
 
 from . import processes, transfer_processes
-from .broken_transfers import FAULTS, USER, WAYS, Case, Place, make_version
+from .broken_transfers import FAULTS, USER, WAYS, Case, make_version
 from .campaign import ROOT, check, facts, scratch_directory, setting, write_figures
-from .transfer_checks import Result, run_case
+from .transfer_checks import run_case
 
 EXAMPLES = setting("BROKEN_EXAMPLES", 40)
-FIRST = setting("BROKEN_FIRST", 0)
-"""The number of the first case: its seed."""
+FIRST = setting("BROKEN_FIRST", 0)  # the number of the first case: its seed
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
-WHOLE_EXAMPLES = 5_000
-"""From this number on, the figures are written."""
+WHOLE_EXAMPLES = 5_000  # from this number on, the figures are written
 AT_ONCE = setting("BROKEN_AT_ONCE", 6)
 GOLDEN = ROOT / "tests" / "format" / "v1" / "call"
 
 
 def can_mount(directory):
-    """Return whether this process may mount disks."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "tmpfs", str(directory)]
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
@@ -49,56 +42,54 @@ def can_mount(directory):
 
 def cases():
     """Yield the number, the way and the fault of each case. All faults of a way come in turn."""
-    ways, sums = list(WAYS), list(accumulate(WAYS.values()))
-    turns = Counter[str]()
+    turns = Counter()
     for number in range(FIRST, FIRST + EXAMPLES):
-        [way] = Random(number).choices(ways, cum_weights=sums)
+        [way] = Random(number).choices([*WAYS], [*WAYS.values()])
         yield number, way, FAULTS[way][turns[way] % len(FAULTS[way])]
         turns[way] += 1
+
+
+@contextmanager
+def place(number, scratch, mounts):
+    """Run the servers of a worker, every second with a login, the first two with the referrers API."""
+    user = USER if number % 2 else None
+    with (
+        fake_registry(user=user, has_referrers=number < 2) as registry,
+        fake_registry() as abroad,
+    ):
+        asked = {"www_authenticate": f'Bearer realm="http://{abroad.host}/token",service="s"'}
+        abroad.fault = lambda method, path: (401, asked) if path.startswith("/deny") else None
+        directory = scratch / f"worker{number}"
+        directory.mkdir()
+        logins = directory / "auth.json"
+        auth = {"auth": base64.b64encode(USER.encode()).decode()}
+        logins.write_text(json.dumps({"auths": {registry.host: auth}}))
+        env = {"REGISTRY_AUTH_FILE": str(logins), "PREJIT_STORE_TOKEN": "secret", "HOME": "/"}
+        found = {"registry": registry, "abroad": abroad, "scratch": directory}
+        yield SimpleNamespace(**found, env=env, can_mount=mounts)
 
 
 @pytest.mark.thorough
 def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch):
     monkeypatch.setattr(processes, "PRELOADED", transfer_processes.PRELOADED)
     began = time.monotonic()
-    results = list[tuple[int, str, str, Result]]()
     with scratch_directory() as scratch, ExitStack() as stack:
         scratch.chmod(0o755)
-        versions = (
-            make_version(GOLDEN, scratch / "v1", 1),
-            make_version(GOLDEN, scratch / "v2", 2),
-        )
+        versions = tuple(make_version(GOLDEN, scratch / f"v{seed}", seed) for seed in (1, 2))
         mounts = can_mount(scratch / "disk")
-        places = SimpleQueue[Place]()
+        places = SimpleQueue()
         for number in range(AT_ONCE):
-            user = USER if number % 2 else None
-            registry = stack.enter_context(fake_registry(user=user, has_referrers=number < 2))
-            abroad = stack.enter_context(fake_registry())
-            asked = {"www_authenticate": f'Bearer realm="http://{abroad.host}/token",service="s"'}
-            abroad.fault = lambda method, path, asked=asked: (
-                (401, asked) if path.startswith("/deny") else None
-            )
-            directory = scratch / f"worker{number}"
-            directory.mkdir()
-            logins = directory / "auth.json"
-            auth = {"auth": base64.b64encode(USER.encode()).decode()}
-            logins.write_text(json.dumps({"auths": {registry.host: auth}}))
-            env = {"REGISTRY_AUTH_FILE": str(logins), "PREJIT_STORE_TOKEN": "secret", "HOME": "/"}
-            places.put(Place(registry, abroad, directory, env, mounts))
+            places.put(stack.enter_context(place(number, scratch, mounts)))
 
-        def run(number, way, fault):
-            place = places.get()
+        def run(case):
+            at = places.get()
             try:
-                return run_case(Case(number, way, fault, versions, place))
+                return *case, run_case(Case(*case, versions, at))
             finally:
-                places.put(place)
+                places.put(at)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            todo = list(cases())
-            for (number, way, fault), result in zip(
-                todo, pool.map(lambda each: run(*each), todo), strict=True
-            ):
-                results.append((number, way, fault, result))
+            results = list(pool.map(run, cases()))
     keep(results, time.monotonic() - began, mounts)
     check(
         [
@@ -110,27 +101,22 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch):
 
 
 def keep(results, seconds, mounts):
-    """Write the figures of a whole campaign."""
+    found = [each for *_, each in results]
+    faults = {}
+    for _, _, fault, each in results:
+        faults.setdefault(fault, Counter()).update(end or "ended well" for end in each.ends)
     figures = {
         **facts("kernel"),
-        "cases": len(results),
-        "processes that broke": sum(len(each.ends) for *_, each in results),
-        "requests that broke": sum(each.broken for *_, each in results),
-        "cases in which none did": sum(not each.broken for *_, each in results),
-        "bad outcomes": sum(bool(each.bad) for *_, each in results),
-        "bytes missing when they went on": sum(each.missing for *_, each in results),
-        "bytes that then moved": sum(each.fetched for *_, each in results if each.fetched > 0),
+        "cases": len(found),
+        "processes that broke": sum(len(each.ends) for each in found),
+        "requests that broke": sum(each.broken for each in found),
+        "cases in which none did": sum(not each.broken for each in found),
+        "bad outcomes": sum(bool(each.bad) for each in found),
+        "bytes missing when they went on": sum(each.missing for each in found),
+        "bytes that then moved": sum(max(0, each.fetched) for each in found),
         "disks that are really full": mounts,
         "ways": Counter(way for _, way, _, _ in results),
-        "faults": {
-            name: Counter(
-                end or "ended well"
-                for _, _, fault, each in results
-                if fault == name
-                for end in each.ends
-            )
-            for name in sorted({fault for _, _, fault, _ in results})
-        },
+        "faults": dict(sorted(faults.items())),
         "seconds": round(seconds),
     }
     if len(results) >= WHOLE_EXAMPLES:

@@ -1,9 +1,4 @@
-"""A bundle that is damaged at any place gives an error that names the place, and never a wrong token.
-
-`make damage` changes any file of a signed bundle with provenance and list of parts, 20,000 times by the
-checks and 200 times by the command line, and cuts 200 files while they are read. It writes the figures to
-damage.json beside this file; `make test` tries a few. Each failure prints a command that repeats it.
-"""
+"""A bundle that is damaged at any place gives an error that names the place, and never a wrong token."""
 
 import contextlib
 import json
@@ -13,56 +8,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from . import damage as damages
 from . import processes
-from .campaign import ROOT, check, facts, setting, write_figures
+from .campaign import ROOT, Findings, facts, setting, write_figures
 
 WHOLE_EXAMPLES = 20_000
 EXAMPLES = setting("DAMAGE_EXAMPLES", 20)
-pytestmark = pytest.mark.timeout(900 + EXAMPLES)
+pytestmark = [pytest.mark.timeout(900 + EXAMPLES), pytest.mark.thorough]
 CHILDREN = EXAMPLES // 100 or 2
 """Random damages that are met by the command line; as many times a file is cut while it is read."""
-ONLY = os.environ.get("PREJIT_DAMAGE_ONLY")
-"""The number of the one example to repeat."""
+ONLY = os.environ.get("PREJIT_DAMAGE_ONLY")  # the number of the one example to repeat
 AT_ONCE = 250
 """Examples that one process tries. Each bundle has a client of XLA, which leaves something behind."""
 LIMIT_SECONDS = 120
 
 
-@dataclass
-class Campaign:
-    """A sound bundle, and what became of the damaged ones.
-
-    Attributes:
-        bundle: the bundle.
-        counts: of outcomes, by part of the campaign, and what they are counted by.
-        failures: bad outcomes, by part.
-    """
-
-    bundle: Path
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-    failures: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, part, *names):
-        """Count an outcome."""
-        self.counts.setdefault(part, Counter())[", ".join(names)] += 1
+class Campaign(Findings):
+    def __init__(self, bundle):
+        super().__init__()
+        self.bundle = bundle
 
     def fail(self, part, number, problem):
-        """Record a bad outcome."""
-        again = f"PREJIT_DAMAGE_ONLY={number} .venv/bin/python -m pytest {Path(__file__).relative_to(ROOT)}"
-        said = f"{part} {number}: {problem}\nrepeat it: {again} -k test_{part}"
-        self.failures.setdefault(part, []).append(said)
-
-    def check(self, part, tried):
-        """Fail if a part had a bad outcome, or was not tried."""
-        check(self.failures.get(part, []))
-        assert tried > 0
+        again = (
+            f"PREJIT_DAMAGE_ONLY={number} .venv/bin/python -m pytest tests/campaigns/test_damage.py"
+        )
+        super().fail(part, f"{number}: {problem}\nrepeat it: {again} -k test_{part}")
 
 
 @pytest.fixture(scope="module")
@@ -90,45 +63,40 @@ def campaign(tmp_path_factory, build_cache):
         figures = {
             **facts("jax", "kernel"),
             "seconds": round(time.monotonic() - started),
-            "bad_outcomes": sum(map(len, made.failures.values())),
+            "bad_outcomes": len(made.failures),
             "chunks": damages.positions(made.bundle) // 9,
-            **{part: dict(sorted(counts.items())) for part, counts in made.counts.items()},
+            **made.figures(),
         }
         write_figures("damage", figures)
 
 
 def numbers(count):
-    """Return the numbers of the examples to try."""
     return range(count) if ONLY is None else (int(ONLY),)
 
 
-@pytest.mark.thorough
 def test_positions(campaign, tmp_path):
     """A bit in each chunk: the first, the last and any byte; found early, late and meanwhile."""
     count = damages.positions(campaign.bundle)
     step = 1 if EXAMPLES >= WHOLE_EXAMPLES or ONLY is not None else 19  # of each kind of place
-    try_in_workers(campaign, "positions", [*numbers(count)][::step], tmp_path)
+    try_in_workers(campaign, "positions", [*numbers(count)][::step], tmp_path, ["mode"])
 
 
-@pytest.mark.thorough
 def test_random(campaign, tmp_path):
-    try_in_workers(campaign, "random", [*numbers(EXAMPLES)], tmp_path)
+    by = ["kind", "file", "mode"]
+    try_in_workers(campaign, "random", [*numbers(EXAMPLES)], tmp_path, by)
 
 
-def try_in_workers(campaign, part, wanted, directory):
-    """Try examples in processes, one after the other."""
+def try_in_workers(campaign, part, wanted, directory, by):
     tried = 0
     while wanted:
         batch, wanted = wanted[:AT_ONCE], wanted[AT_ONCE:]
         given = (campaign.bundle, part, batch)
         done = processes.run(damages.try_all, given, directory, limit_seconds=20 * LIMIT_SECONDS)
         lines = done.stdout.splitlines()
-        for line in lines[1::2]:
-            outcome = json.loads(line)
+        for outcome in map(json.loads, lines[1::2]):
             campaign.add(part, outcome["result"])
-            for what in ("kind", "file", "mode") if part == "random" else ("mode",):
-                value = outcome["role" if what == "file" else what]
-                campaign.add(f"{part}, by {what}", value, outcome["result"])
+            for what in by:
+                campaign.add(f"{part}, by {what}", outcome[what], outcome["result"])
             if outcome["problem"]:
                 campaign.fail(part, outcome["number"], f"{outcome}")
         tried += len(lines) // 2
@@ -138,33 +106,26 @@ def try_in_workers(campaign, part, wanted, directory):
             if last == "none":
                 break
             wanted = [*batch[batch.index(int(last)) + 1 :], *wanted]
-    campaign.check(part, tried)
+    campaign.check(part)
+    assert tried > 0
 
 
 def start(command, bundle, *options):
-    """Start a command of `python -m prejit.runtime`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "prejit.runtime", command, str(bundle), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = [sys.executable, "-m", "prejit.runtime", command, str(bundle), *options]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def generate(bundle, *, tokens=damages.NEW_TOKENS):
-    """Start `python -m prejit.runtime generate`."""
     options = ("--prompt", damages.PROMPT, "--max-new-tokens", str(tokens), "--temperature", "0")
     return start("generate", bundle, *options, "--on-mismatch", "error")
 
 
 def ended(process):
-    """Wait for a process. Return its status and output."""
     out, errors = process.communicate(timeout=LIMIT_SECONDS)
     return process.returncode, out, errors
 
 
 def sound_text(campaign, tokens=damages.NEW_TOKENS):
-    """Return what the sound bundle writes."""
     damages.drop_receipts()
     status, text, errors = ended(generate(campaign.bundle, tokens=tokens))
     assert status == 0, errors
@@ -179,10 +140,9 @@ def with_receipts(campaign, number):
     return number % 2 == 1
 
 
-@pytest.mark.thorough
 def test_command_line(campaign):
     """Half of them have receipts from before the damage, and the times of the file set back."""
-    expected, tried = sound_text(campaign), 0
+    expected = sound_text(campaign)
     for number in numbers(CHILDREN):
         has_receipts = with_receipts(campaign, number)
         damage = damages.draw(campaign.bundle, random.Random(f"command {number}"))
@@ -190,7 +150,7 @@ def test_command_line(campaign):
             verified, _, said = ended(start("verify", campaign.bundle))
             status, out, errors = ended(generate(campaign.bundle))
         if verified != (0 if done.allowed == "same bytes" else 4) or "Traceback" in said:
-            campaign.fail("command_line", number, f"verify: exit {verified}\n{damage}\n{said}")
+            campaign.fail("command_line", number, f"verify: exit {verified}\n{damage.kind}\n{said}")
         if status not in (0, 4) or "Traceback" in errors:
             problem = f"exit status {status}, or a traceback"
         else:
@@ -201,14 +161,12 @@ def test_command_line(campaign):
         if problem is not None:
             shown = f"{damage.kind}, {damage.role}, {len(done.differ)} bytes"
             campaign.fail("command_line", number, f"{problem}\n{shown}\n{out}\n{errors[-2000:]}")
-        tried += 1
-    campaign.check("command_line", tried)
+    campaign.check("command_line")
 
 
-@pytest.mark.thorough
 def test_cut(campaign):
     """A file is cut at a random moment. After its verification only its map is read: that is a SIGBUS."""
-    tokens, tried, started = 40, 0, time.monotonic()
+    tokens, started = 40, time.monotonic()
     expected = sound_text(campaign, tokens)
     seconds = time.monotonic() - started
     for number in numbers(CHILDREN):
@@ -216,9 +174,8 @@ def test_cut(campaign):
         has_receipts = with_receipts(campaign, number)
         drawn = damages.draw(campaign.bundle, generator, ["cut"])
         process = generate(campaign.bundle, tokens=tokens)
-        delay = generator.uniform(0, seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(delay)
+            process.wait(generator.uniform(0, seconds))
         with damages.applied(drawn):
             status, out, errors = ended(process)
         if status == 0 and out == expected:
@@ -227,12 +184,12 @@ def test_cut(campaign):
             result = "SIGBUS"
         elif status in (4, 6) and "Traceback" not in errors and expected.startswith(out):
             result = f"exit {status}"
-            if drawn.file.name not in errors:
-                campaign.fail("cut", number, f"the error does not name {drawn.file}\n{errors}")
+            [file] = drawn.changes
+            if file.name not in errors:
+                campaign.fail("cut", number, f"the error does not name {file}\n{errors}")
         else:
             result = "bad"
             campaign.fail("cut", number, f"exit {status}\n{drawn.role}\n{out}\n{errors[-2000:]}")
         campaign.add("cut", "with receipts" if has_receipts else "first load", result)
         campaign.add("cut, by file", drawn.role, result)
-        tried += 1
-    campaign.check("cut", tried)
+    campaign.check("cut")

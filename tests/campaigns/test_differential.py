@@ -1,8 +1,4 @@
-"""Random functions give what jax.jit gives, in every way to call them, or a refusal.
-
-`make differential` does 100,000 checks and writes the figures to differential.json beside this file; `make
-test` a few. Each failure prints a command that repeats its batch. PREJIT_DIFFERENTIAL_SEED is the first seed.
-"""
+"""Random functions give what jax.jit gives, in every way to call them, or a refusal."""
 
 import json
 import subprocess
@@ -63,10 +59,8 @@ def test_every_way_answers_as_jax_does_or_refuses():
 
 def run(seed):
     """Run a batch in a process of its own: what jax and XLA keep of its functions goes with it."""
-    words = (
-        *("-m", "tests.campaigns.differential"),
-        *(str(seed), str(BATCH_FUNCTIONS), str(BATCH_CHECKS)),
-    )
+    numbers = map(str, (seed, BATCH_FUNCTIONS, BATCH_CHECKS))
+    words = ("-m", "tests.campaigns.differential", *numbers)
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     again = " ".join((".venv/bin/python", *words))
     assert done.returncode == 0, f"{again}\n{done.stderr[-3000:]}"

@@ -1,14 +1,6 @@
-"""Random configuration that a careless or hostile user could give leads to a clear error or a right result.
-
-`make hostile` tries 500 and writes the figures to hostile.json beside this file; `make test` tries a few.
-Every process must end by itself within the time limit, with a documented exit status, without a traceback
-and without growing by more than a gigabyte. What a build accepts must also run.
-"""
+"""Random configuration of a careless or hostile user leads to a clear error or a right result."""
 
 import json
-import tempfile
-from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -17,13 +9,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from ..parity import cases, encoder_cases, t5_cases
 from . import junk, processes
-from .campaign import check, facts, setting, write_figures
-from .junk import edited, nasty, to_json, to_toml
+from .campaign import Findings, check, facts, scratch_directory, setting, write_figures
+from .junk import edited, to_json, to_toml
 
-WHOLE_EXAMPLES = 125
-"""Configurations of each of the four kinds that `make hostile` tries."""
+WHOLE_EXAMPLES = 125  # configurations of each of the three kinds that `make hostile` tries
 EXAMPLES = setting("HOSTILE_EXAMPLES", 3)
-pytestmark = pytest.mark.timeout(900 + 60 * EXAMPLES)
+pytestmark = [pytest.mark.timeout(900 + 60 * EXAMPLES), pytest.mark.thorough]
 LIMIT_SECONDS = 10 if EXAMPLES >= WHOLE_EXAMPLES else 60
 """`make test` may share its machine with other work."""
 LIMIT_BYTES = 1 << 30
@@ -31,33 +22,28 @@ DOCUMENTED = frozenset((0, 1, 2, 3, 4, 6, 7, 8))
 """Exit statuses of the command line, without 9, which only `bench` has."""
 
 
-class Campaign:
-    """What became of the configurations of a run."""
-
+class Campaign(Findings):
     def __init__(self):
-        self.outcomes = {}
-        self.slowest_seconds = Counter()
-        self.largest_growth_bytes = Counter()
-        self.failures = []
+        super().__init__()
+        self.slowest = {}
+        self.growth = {}
 
     def explore(self, draw, attempt):
-        """Try EXAMPLES configurations, then fail if one of them had a bad outcome.
-
-        `make test` tries the same ones each time, `make hostile` others.
-        """
+        """Try EXAMPLES configurations, the same ones each time in `make test`; fail if one ended badly."""
         before = len(self.failures)
         for number in range(EXAMPLES):
             seed = f"{draw.__name__} {number}" if EXAMPLES < WHOLE_EXAMPLES else None
-            attempt(draw(Random(seed)))
+            with scratch_directory() as directory:
+                attempt(directory, draw(Random(seed)))
         check(self.failures[before:])
 
-    def judge(self, kind, outcome, configuration):
-        """Record an outcome. Returns whether the process did what it should."""
+    def run(self, kind, function, argument, directory, configuration):
+        """Run a function in a process. Returns its outcome; None: it did not what it should."""
+        outcome = processes.run(function, argument, directory, limit_seconds=LIMIT_SECONDS)
         status = "time limit" if outcome.status is None else f"exit {outcome.status}"
-        self.outcomes.setdefault(kind, Counter())[status] += 1
-        self.slowest_seconds[kind] = max(self.slowest_seconds[kind], outcome.seconds)
-        growth = max(self.largest_growth_bytes[kind], outcome.growth_bytes)
-        self.largest_growth_bytes[kind] = growth
+        self.add(kind, status)
+        self.slowest[kind] = max(self.slowest.get(kind, 0), outcome.seconds)
+        self.growth[kind] = max(self.growth.get(kind, 0), outcome.growth_bytes)
         problem = None
         if outcome.status is None:
             problem = f"no end after {LIMIT_SECONDS} s"
@@ -67,31 +53,27 @@ class Campaign:
             problem = "a traceback"
         elif outcome.growth_bytes >= LIMIT_BYTES:
             problem = f"grew by {outcome.growth_bytes >> 20} MB"
-        if problem is not None:
-            self.fail(kind, problem, outcome, configuration)
-        return problem is None
+        if problem is None:
+            return outcome
+        self.spoil(kind, problem, outcome, configuration)
+        return None
 
-    def fail(self, kind, problem, outcome, configuration):
-        """Record a bad outcome."""
+    def spoil(self, kind, problem, outcome, configuration):
         said = (outcome.stdout[-500:] + outcome.stderr[-1500:]).strip()
-        self.failures.append(f"{kind}: {problem}\n{str(configuration)[:3000]}\n{said}")
+        self.fail(kind, f"{problem}\n{str(configuration)[:3000]}\n{said}")
 
-    def figures(self):
-        """Return the content of hostile.json."""
-        return {
-            **facts("jax"),
-            "configurations": 4 * EXAMPLES,
-            "limit_seconds": LIMIT_SECONDS,
-            "bad_outcomes": len(self.failures),
-            "kinds": {
-                kind: {
-                    "outcomes": dict(sorted(outcomes.items())),
-                    "slowest_seconds": round(self.slowest_seconds[kind], 1),
-                    "largest_growth_mb": self.largest_growth_bytes[kind] >> 20,
-                }
-                for kind, outcomes in sorted(self.outcomes.items())
-            },
-        }
+    def build_and_run(self, kind, directory, drawn, function, command):
+        build = ("build", "m.toml", "-o", "out", "--no-measure")
+        built = self.run(kind, _main, build, directory, drawn)
+        if built is None or built.status != 0:
+            if built is not None and "error[" not in built.stderr:
+                self.spoil(kind, "no error was printed", built, drawn)
+            return
+        ran = self.run(f"{kind}, run", function, command, directory, drawn)
+        if ran is not None and ran.status != 0:
+            self.spoil(kind, "built, but does not run", ran, drawn)
+        elif ran is not None and ("NaN" in ran.stdout or "Infinity" in ran.stdout):
+            self.spoil(kind, "built, but its results are not finite", ran, drawn)
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +90,24 @@ def campaign(build_cache, tmp_path_factory):
         made = Campaign()
         yield made
     if EXAMPLES >= WHOLE_EXAMPLES:
-        write_figures("hostile", made.figures())
+        kinds = {
+            kind: {
+                "outcomes": outcomes,
+                "slowest_seconds": round(made.slowest[kind], 1),
+                "largest_growth_mb": made.growth[kind] >> 20,
+            }
+            for kind, outcomes in sorted(made.figures().items())
+        }
+        found = {"configurations": 3 * EXAMPLES, "limit_seconds": LIMIT_SECONDS}
+        found |= {"bad_outcomes": len(made.failures), "kinds": kinds}
+        write_figures("hostile", facts("jax") | found)
 
 
-_CASES = {
-    **{case.config["model_type"]: case for case in reversed(cases.cases())},
-    **{
-        ("sentence-" if case.pooling else "") + case.config["model_type"]: case
-        for case in reversed(encoder_cases.cases())
-    },
-    "t5": t5_cases.cases()[0],
-}
-"""The first case of each family of decoders and encoders, and an encoder-decoder."""
-_DECODERS = frozenset(case.config["model_type"] for case in cases.cases())
+_CASES = {case.config["model_type"]: case for case in reversed(cases.cases())}
+_DECODERS = frozenset(_CASES)
+for _case in reversed(encoder_cases.cases()):
+    _CASES[("sentence-" if _case.pooling else "") + _case.config["model_type"]] = _case
+_CASES["t5"] = t5_cases.cases()[0]
 _OPTIONAL = (
     *("head_dim", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "hidden_act"),
     *("tie_word_embeddings", "max_position_embeddings", "num_key_value_heads", "torch_dtype"),
@@ -145,7 +132,6 @@ def _write_model(directory, family, dtype="float32"):
 
 
 def _built(directory):
-    """Build a good manifest."""
     built = processes.run(_main, ("build", "m.toml", "-o", "out"), directory, limit_seconds=300)
     assert built.status == 0, built.stderr
     return directory / "out" / "m"
@@ -161,7 +147,6 @@ def _main(arguments):
 
 
 def _model_configs(random):
-    """Draw a family, a dtype and the content of config.json."""
     family = random.choice([*_CASES])
     dtype = random.choice(("float32", "bfloat16", "int8"))
     config = _CASES[family].config
@@ -170,63 +155,35 @@ def _model_configs(random):
     return family, dtype, to_json(edited(config, random, _OPTIONAL)).encode()
 
 
-@pytest.mark.thorough
-def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign):
-    def attempt(drawn):
-        family, dtype, config = drawn
-        with tempfile.TemporaryDirectory() as name:
-            directory = _write_model(Path(name), family, dtype)
-            (directory / "model" / "config.json").write_bytes(config)
-            command = _GENERATE if family in _DECODERS else _READ if family == "t5" else _ENCODE
-            _build_and_run(campaign, "config.json", directory, drawn, command)
-
-    campaign.explore(_model_configs, attempt)
+def _generate_command(*prompt):
+    options = ("--max-new-tokens", "4", "--logprobs", "1", "--json", "--on-mismatch", "error")
+    return ("generate", "out/m", *prompt, *options)
 
 
-_GENERATE = (
-    *("generate", "out/m", "--prompt-ids", "1,2", "--max-new-tokens", "4"),
-    *("--logprobs", "1", "--json", "--on-mismatch", "error"),
-)
-_ENCODE = ("encode", "out/m")
-_READ = ("read", "out/m")
-
-
-def _build_and_run(campaign, kind, directory, drawn, command):
-    """Build m.toml and run what comes out."""
-    build = ("build", "m.toml", "-o", "out", "--no-measure")
-    built = processes.run(_main, build, directory, limit_seconds=LIMIT_SECONDS)
-    if not campaign.judge(kind, built, drawn):
-        return
-    if built.status != 0:
-        if "error[" not in built.stderr:
-            campaign.fail(kind, "no error was printed", built, drawn)
-        return
-    runner = {_ENCODE: _encode, _READ: _read}.get(tuple(command), _main)
-    ran = processes.run(runner, command, directory, limit_seconds=LIMIT_SECONDS)
-    if not campaign.judge(f"{kind}, run", ran, drawn):
-        return
-    if ran.status != 0:
-        campaign.fail(kind, "built, but does not run", ran, drawn)
-    elif "NaN" in ran.stdout or "Infinity" in ran.stdout:
-        campaign.fail(kind, "built, but its results are not finite", ran, drawn)
-
-
-def _encode(_):
-    """Print an embedding of token ids, which the command line does not take."""
-    from prejit.runtime import load
-
-    print(json.dumps(load("out/m", on_mismatch="error").encode([[1, 2, 3]]).tolist()))
-    return 0
-
-
-def _read(_):
-    """Print what a model writes about token ids, which the command line does not take as a source."""
+def _use(kind):
+    """Print what the command line does not take token ids for: an embedding, or a text about a source."""
     from prejit.runtime import load
 
     bundle = load("out/m", on_mismatch="error")
-    result = bundle.generate([0], source=[1, 2, 3], max_new_tokens=4, logprobs=1)
-    print(json.dumps([(one.token_id, one.logprob) for one in result.logprobs or ()]))
+    if kind == "encode":
+        print(json.dumps(bundle.encode([[1, 2, 3]]).tolist()))
+    else:
+        result = bundle.generate([0], source=[1, 2, 3], max_new_tokens=4, logprobs=1)
+        print(json.dumps([(one.token_id, one.logprob) for one in result.logprobs or ()]))
     return 0
+
+
+def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign):
+    def attempt(directory, drawn):
+        family, dtype, config = drawn
+        _write_model(directory, family, dtype)
+        (directory / "model" / "config.json").write_bytes(config)
+        use = (_use, "read" if family == "t5" else "encode")
+        if family in _DECODERS:
+            use = (_main, _generate_command("--prompt-ids", "1,2"))
+        campaign.build_and_run("config.json", directory, drawn, *use)
+
+    campaign.explore(_model_configs, attempt)
 
 
 def _tokenizers():
@@ -256,27 +213,17 @@ def _tokenizers():
 
 _BESIDE = {
     "tokenizer_config.json": {
-        "tokenizer_class": "LlamaTokenizerFast",
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "bos_token": "<s>",
-        "eos_token": "</s>",
+        **{"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True},
+        **{"add_eos_token": False, "bos_token": "<s>", "eos_token": "</s>"},
         "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
         "model_max_length": 64,
     },
     "generation_config.json": {
-        "bos_token_id": 1,
-        "eos_token_id": [2],
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 5,
-        "top_p": 0.9,
-        "repetition_penalty": 1.1,
-        "max_new_tokens": 8,
+        **{"bos_token_id": 1, "eos_token_id": [2], "do_sample": True, "temperature": 0.7},
+        **{"top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 8},
     },
     "special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}},
 }
-"""Files beside tokenizer.json."""
 
 
 def _tokenizer_files(random):
@@ -293,17 +240,13 @@ def _tokenizer_files(random):
     return files
 
 
-@pytest.mark.thorough
 def test_any_tokenizer_is_refused_or_makes_a_bundle_that_takes_text(campaign):
-    command = ("--prompt", "the cat: é", *_GENERATE[4:])
-
-    def attempt(files):
-        with tempfile.TemporaryDirectory() as name:
-            directory = _write_model(Path(name), "gpt2")
-            for file, content in files.items():
-                (directory / "model" / file).write_bytes(content)
-            running = (*_GENERATE[:2], *command)
-            _build_and_run(campaign, "tokenizer", directory, files, running)
+    def attempt(directory, files):
+        _write_model(directory, "gpt2")
+        for file, content in files.items():
+            (directory / "model" / file).write_bytes(content)
+        command = _generate_command("--prompt", "the cat: é")
+        campaign.build_and_run("tokenizer", directory, files, _main, command)
 
     campaign.explore(_tokenizer_files, attempt)
 
@@ -312,107 +255,33 @@ _MANIFEST = {
     "bundle": {"name": "m"},
     "model": {"source": "model", "dtype": "float32"},
     "generate": {
-        "batch": [1],
-        "prompt": [8],
-        "context": [32],
-        "draft_tokens": 2,
-        "cache_dtype": "float32",
+        **{"batch": [1], "prompt": [8], "context": [32]},
+        **{"draft_tokens": 2, "cache_dtype": "float32"},
     },
     "program": [
         {
-            "name": "f",
-            "function": "user:f",
+            **{"name": "f", "function": "user:f", "buckets": {"n": [1, 2]}},
             "args": {"x": "float32[{n}, 4]", "y": ["int32[]", "bool[{n}]"]},
-            "buckets": {"n": [1, 2]},
         }
     ],
     "target": [{"name": "cpu-host"}, {"name": "cpu-x86-64-v3"}],
 }
-"""A manifest of a decoder and a function."""
 
 
 def _manifests(random):
-    """Draw the content of a manifest."""
     tree = edited(_MANIFEST, random)
     lines = (f"{json.dumps(name)} = {to_toml(value)}" for name, value in tree.items())
     content = "\n".join(lines).encode()
     return junk.damaged(content, random) if random.random() < 0.1 else content
 
 
-@pytest.mark.thorough
 def test_any_manifest_is_refused_or_builds(campaign):
-    def attempt(manifest):
-        with tempfile.TemporaryDirectory() as name:
-            directory = _write_model(Path(name), "gpt2")
-            (directory / "m.toml").write_bytes(manifest)
-            (directory / "user.py").write_text("def f(x, y):\n    return x.sum() + y[0]\n")
-            for command in (("plan",), ("build", "-o", "out", "--no-measure")):
-                outcome = processes.run(
-                    _main, (*command, "m.toml"), directory, limit_seconds=LIMIT_SECONDS
-                )
-                campaign.judge(f"manifest, {command[0]}", outcome, manifest)
+    def attempt(directory, manifest):
+        _write_model(directory, "gpt2")
+        (directory / "m.toml").write_bytes(manifest)
+        (directory / "user.py").write_text("def f(x, y):\n    return x.sum() + y[0]\n")
+        for command in (("plan",), ("build", "-o", "out", "--no-measure")):
+            kind = f"manifest, {command[0]}"
+            campaign.run(kind, _main, (*command, "m.toml"), directory, manifest)
 
     campaign.explore(_manifests, attempt)
-
-
-_METHODS = {
-    "generate": (
-        *("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-        *("logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("logit_bias", "stop_token_ids", "token_mask", "prompt_lookup", "prefix"),
-    ),
-    "generate_n": ("prompt", "n", "temperature", "seed", "max_new_tokens"),
-    "generate_batch": ("prompts", "sampling", "max_new_tokens"),
-    "stream": ("prompt", "max_new_tokens", "stop", "logprobs"),
-    "prefix": ("prompt",),
-    "batch": ("slots",),
-    "request": ("prompt", "max_new_tokens", "top_k", "stop_token_ids"),
-    "encode": ("sentences", "on_too_long"),
-    "call": ("name", "x"),
-    "apply_chat_template": ("messages", "template", "add_generation_prompt", "tools"),
-}
-"""Methods of Bundle and names of their arguments; the first is passed by position."""
-
-
-def _calls(random):
-    """Draw a method and its arguments, some of them junk."""
-    method = random.choice([*_METHODS])
-    _, *others = _METHODS[method]
-    given = {name: nasty(random) for name in others if random.random() < 2 / len(others)}
-    if "max_new_tokens" in others:
-        given.setdefault("max_new_tokens", 3)
-    if method == "generate_n":
-        given.setdefault("n", 2)  # Python itself refuses a call without it
-    numbers = (*range(29), *junk.NUMBERS, *junk.FLOATS)
-    ids = random.choices(numbers, k=random.randrange(7))
-    return method, [random.choice((nasty(random), ids, [1, 2], "abc"))], given
-
-
-def test_any_argument_of_the_api_gives_a_result_or_an_error_of_prejit(campaign, tmp_path):
-    directory = _write_model(tmp_path / "api", "gpt2")
-    for name, tree in {"tokenizer.json": _tokenizers()[1], **_BESIDE}.items():
-        (directory / "model" / name).write_text(json.dumps(tree))
-    bundle = _built(directory)
-
-    def attempt(drawn):
-        with tempfile.TemporaryDirectory() as name:
-            argument = (str(bundle), *drawn)
-            outcome = processes.run(_call, argument, Path(name), limit_seconds=LIMIT_SECONDS)
-            campaign.judge("api", outcome, drawn)
-
-    campaign.explore(_calls, attempt)
-
-
-def _call(argument):
-    from prejit.runtime import load
-    from prejit.runtime.errors import PrejitError
-
-    path, method, positional, named = argument
-    bundle = load(path, on_mismatch="error")
-    try:
-        result = getattr(bundle, method)(*positional, **named)
-        if method == "stream":
-            list(result)
-    except PrejitError as error:
-        return error.exit_code
-    return 0

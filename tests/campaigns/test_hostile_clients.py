@@ -1,9 +1,4 @@
-"""Hostile clients cannot hurt a server: an honest one beside them gets its tokens, right and in time.
-
-`make hostile-clients` does it for 10 minutes with 10,000 connections, checks the figures and writes them to
-hostile_clients.json beside this file; `make test` for some seconds with 200 connections and without a look at
-speed. PREJIT_HOSTILE_SECONDS is the length; PREJIT_HOSTILE_KINDS names the kinds of hostile requests to send.
-"""
+"""Hostile clients cannot hurt a server: an honest one beside them gets its tokens, right and in time."""
 
 import json
 import os
@@ -22,9 +17,8 @@ from .hostile_clients import wide_schema
 from .serving import MIB, Watcher, metric
 
 SECONDS = setting("HOSTILE_SECONDS", 5)
-KINDS = os.environ.get("PREJIT_HOSTILE_KINDS", "").split()
-WHOLE_SECONDS = 300
-"""From this length on, the figures are checked and written."""
+KINDS = os.environ.get("PREJIT_HOSTILE_KINDS", "").split()  # of hostile requests; none: all
+WHOLE_SECONDS = 300  # from this length on, the figures are checked and written
 IS_WHOLE = SECONDS >= WHOLE_SECONDS
 CONNECTIONS = 10_000 if IS_WHOLE else 200
 ALONE_SECONDS = max(2.0, SECONDS / 10)
@@ -32,8 +26,7 @@ REST_SECONDS = 90.0
 """How long the server may take to be at rest again: longer than it waits for a head."""
 STEADY_LOOKS = 15
 """How many looks, a second apart, see that a server is at rest: it gives memory back every 10 seconds."""
-MOST_SLOWER = 2.0
-"""How many times longer the 99th percentile between tokens may be than alone."""
+MOST_SLOWER = 2.0  # how many times longer the 99th percentile between tokens may be than alone
 SCRAPE_MS = 500.0
 MOST_MEMORY = 1.1
 MOST_FILES = 8
@@ -58,34 +51,37 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir, tmp_path):
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
     server = Process(f"decoder={bundle_dir}", "--keys", keys, "--queue", "64", "--timeout", "60")
     figures = {**facts("jax", "uvicorn", "kernel"), **machine_facts(), "seconds": SECONDS}
+
+    def client(kind, *options):
+        module = f"tests.campaigns.{kind}_clients"
+        words = [sys.executable, "-m", module, server.port, KEYS[kind], *options]
+        return subprocess.Popen([*map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
     try:
         server.wait_until_ready()
-        told(client("honest", server, "honest", 1))  # the first requests load programs
+        told(client("honest", 1))  # the first requests load programs
         fill_grammars(server)
-        figures["honest client alone"] = alone = told(
-            client("honest", server, "honest", ALONE_SECONDS)
-        )
+        figures["honest client alone"] = alone = told(client("honest", ALONE_SECONDS))
         before = rested(server)
         watcher = Watcher(server.process.pid, lambda: 0.0, 0.25)
         watcher.start()
-        hostile = client("hostile", server, "hostile", SECONDS, CONNECTIONS, *KINDS)
-        figures["honest client beside the hostile ones"] = beside = told(
-            client("honest", server, "honest", SECONDS)
-        )
-        figures["hostile clients"] = told(hostile)
+        hostile = client("hostile", SECONDS, CONNECTIONS, *KINDS)
+        beside = told(client("honest", SECONDS))
+        figures |= {
+            "honest client beside the hostile ones": beside,
+            "hostile clients": told(hostile),
+        }
         watcher.end()
-        figures["p99 between tokens, times of alone"] = round(
-            beside["ms between tokens"]["p99"] / alone["ms between tokens"]["p99"], 2
-        )
+        slower = beside["ms between tokens"]["p99"] / alone["ms between tokens"]["p99"]
         rested(server)
-        again = told(client("honest", server, "honest", 1))  # the same cache of slots as before
+        again = told(client("honest", 1))  # the same cache of slots as before
         after = rested(server)
         looks = (before, *watcher.looks, after)
+        resident, files = [each.resident_bytes / MIB for each in looks], [x.files for x in looks]
         figures |= {
-            "resident MB before, most, after": spread(
-                [each.resident_bytes / MIB for each in looks]
-            ),
-            "files before, most, after": spread([each.files for each in looks]),
+            "p99 between tokens, times of alone": round(slower, 2),
+            "resident MB before, most, after": spread(resident),
+            "files before, most, after": spread(files),
         }
         state = httpx.get(f"{server.url}/health/ready", timeout=60).status_code
         assert server.end() == 0, server.said
@@ -100,31 +96,18 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir, tmp_path):
     assert beside["requests"] > 0
     assert after.files <= before.files + MOST_FILES
     if IS_WHOLE:
-        check_figures(figures, before, after)
+        assert slower <= MOST_SLOWER
+        assert beside["ms of a scrape"]["most"] < SCRAPE_MS
+        assert after.resident_bytes <= MOST_MEMORY * before.resident_bytes
+        # The server closes the oldest of those without a head, so they are never all there at once.
+        assert figures["hostile clients"]["connections"]["opened"] >= CONNECTIONS
 
 
 def spread(values):
-    """Return the first value, the most and the last."""
     return [round(each) for each in (values[0], max(values), values[-1])]
 
 
-def check_figures(figures, before, after):
-    assert figures["p99 between tokens, times of alone"] <= MOST_SLOWER
-    assert figures["honest client beside the hostile ones"]["ms of a scrape"]["most"] < SCRAPE_MS
-    assert after.resident_bytes <= MOST_MEMORY * before.resident_bytes
-    # The server closes the oldest of those that have sent no head, so they are never all there at once.
-    assert figures["hostile clients"]["connections"]["opened"] >= CONNECTIONS
-
-
-def client(kind, server, name, *options):
-    words = ["-m", "tests.campaigns.hostile_clients", kind, server.port, KEYS[name], *options]
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-
-
 def told(process):
-    """Wait for the end of clients, and return what they have seen."""
     output, _ = process.communicate()
     assert process.returncode == 0
     return json.loads(output)
@@ -134,37 +117,27 @@ def fill_grammars(server):
     """Let a server keep as much of grammars as it ever does: that is on purpose."""
     for number in range(20 if IS_WHOLE else 1):
         body = {"model": "decoder", "prompt": "abc", "max_tokens": 1}
-        answer = httpx.post(
-            f"{server.url}/v1/completions",
-            json={**body, "guided_json": wide_schema(number, 1000)},
-            headers={"Authorization": f"Bearer {KEYS['honest']}"},
-            timeout=60,
-        )
+        body["guided_json"] = wide_schema(number, 1000)
+        headers = {"Authorization": f"Bearer {KEYS['honest']}"}
+        url = f"{server.url}/v1/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
 
 
-def look(server):
-    """Return what a server has now, without what it keeps of prompts on purpose."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    kept = metric(text, "prejit_prefix_cache_bytes")
-    return Watcher(server.process.pid, lambda: kept, 1.0).look()
-
-
 def rested(server):
-    """Wait until a server at rest gives no more back, and return what it has then."""
+    """Wait until a server gives no more back, and return what it has then beside what it keeps of prompts."""
     until = time.monotonic() + REST_SECONDS
     looks = []
     while time.monotonic() < until:
         with suppress(httpx.TimeoutException):
-            looks.append(look(server))
-        if not IS_WHOLE or is_steady(looks[-STEADY_LOOKS:]):
+            text = httpx.get(f"{server.url}/metrics", timeout=60).text
+            kept = metric(text, "prejit_prefix_cache_bytes")
+            looks.append(Watcher(server.process.pid, lambda kept=kept: kept, 1.0).look())
+        if not IS_WHOLE:
+            break
+        first, last = looks[-STEADY_LOOKS:][0], looks[-1]
+        has_more = first.resident_bytes > last.resident_bytes + MIB or first.files > last.files
+        if len(looks) >= STEADY_LOOKS and not has_more:
             break
         time.sleep(1)
     return looks[-1]
-
-
-def is_steady(looks):
-    """Return whether the last looks, a second apart, saw neither memory nor files given back."""
-    first, last = looks[0], looks[-1]
-    has_more = first.resident_bytes > last.resident_bytes + MIB or first.files > last.files
-    return len(looks) == STEADY_LOOKS and not has_more

@@ -1,11 +1,7 @@
-"""`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls.
-
-`make load-check` measures for 15 minutes, on a quiet machine, checks the figures and writes them to load.json
-beside this file; `make test-all` has no real server, and windows that prove nothing but that all requests are
-answered, for a minute and a half. PREJIT_LOAD_SECONDS is the length of a window.
-"""
+"""`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls."""
 
 import asyncio
+import itertools
 import json
 import time
 
@@ -20,46 +16,24 @@ from prejit.server.load.load_search import LoadLimits
 from prejit.server.load.load_window import measure, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths, arrival_times
 
-from .campaign import ROOT, facts, figures_file, machine_facts, setting
+from .campaign import ROOT, facts, figures_file, machine_facts, setting, write_figures
 
 SECONDS = setting("LOAD_SECONDS", 0) or 0.3
 IS_WHOLE = SECONDS >= 5
 WORKERS, SERVICE_MS = 4, 40.0
-CAPACITY = WORKERS / SERVICE_MS * 1e3
-"""Requests a second of the queue."""
+CAPACITY = WORKERS / SERVICE_MS * 1e3  # requests a second of the queue
 QUEUE = ("--workers", WORKERS, "--service-ms", SERVICE_MS)
 MOST_APART = 0.05
 STALL_SECONDS = 1.0
 STALL_RATE = 50.0
-CLOSED = 4
-"""Requests at once of the closed loop."""
+CLOSED = 4  # requests at once of the closed loop
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
-def options(rates=(), **changed):
-    values = {
-        "rates": rates,
-        "seconds": SECONDS,
-        "limits": LoadLimits(),
-        "seed": 0,
-        "log": None,
-        "api": "completions",
-        "model": None,
-        "burstiness": 1.0,
-        "prompt": Lengths(16, 16),
-        "new": Lengths(4, 4),
-        "prefix_tokens": 0,
-        "prefix_share": 1.0,
-        "is_streamed": True,
-        "rows": 1,
-    }
-    return LoadOptions(**{**values, **changed})
-
-
-def run(url, asked, *, refuses=False):
-    report = run_load(url, asked, lambda line: None)
-    assert refuses or not any(each.failures for each in report.rates), report
-    return report
+def options(rates=(), *, seconds=SECONDS, seed=0, new_tokens=4):
+    new = Lengths(new_tokens, new_tokens)
+    drawn = DrawnLoad("completions", "", 1.0, Lengths(16, 16), new)  # of the only model
+    return LoadOptions(rates, seconds, LoadLimits(), seed, None, drawn)
 
 
 def write(part, figures):
@@ -68,27 +42,26 @@ def write(part, figures):
     if IS_WHOLE:
         path = figures_file("load")
         kept = json.loads(path.read_text()) if path.exists() else {}
-        kept |= {
-            **facts("numpy", "kernel"),
-            part: {**machine_facts(), "seconds of a window": SECONDS, **figures},
-        }
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        figures = {**machine_facts(), "seconds of a window": SECONDS, **figures}
+        write_figures("load", {**kept, **facts("numpy", "kernel"), part: figures})
 
 
 def searched(url, grid, *, refuses=False, **changed):
-    """Return the knee of a search, and that of every rate of a grid in turn.
+    """Return the knee of a search, and that of every rate of a grid; a server may refuse what is too much."""
 
-    A server that `refuses` may be sent more requests than its queue holds.
-    """
+    def run(asked):
+        report = run_load(url, asked, lambda line: None)
+        assert refuses or not any(each.failures for each in report.rates), report
+        return report
+
     began = time.monotonic()
-    found = run(url, options(**changed), refuses=refuses).knee
+    found = run(options(**changed)).knee
     seconds = time.monotonic() - began
     assert found is not None
     began = time.monotonic()
     rates = tuple(round(float(each * found.rate), 3) for each in grid)
     # Another seed, so that the two do not agree because both saw the same requests.
-    asked = options(rates, seed=1000, **{"seconds": 2 * SECONDS, **changed})
-    every = run(url, asked, refuses=refuses).rates
+    every = run(options(rates, seed=1000, **{"seconds": 2 * SECONDS, **changed})).rates
     assert not every[0].failures, every[0]
     kept = np.array([each.growth is not None and each.growth <= 0.02 for each in every])
     # The rate that has the fewest others on the wrong side.
@@ -121,10 +94,8 @@ def test_the_knee_of_a_real_server():
     grid = np.arange(0.88, 1.1201, 0.02)
     server = Process(bundle).wait_until_ready()
     try:
-        figures = {
-            "bundle": bundle.name,
-            **searched(server.url, grid, refuses=True, new=Lengths(16, 16)),
-        }
+        more = searched(server.url, grid, refuses=True, new_tokens=16)
+        figures = {"bundle": bundle.name, **more}
     finally:
         server.kill()
     write("demo", figures)
@@ -132,10 +103,7 @@ def test_the_knee_of_a_real_server():
 
 
 async def closed_loop(client, load, rate, seconds):
-    """Send requests as `vllm bench serve --request-rate RATE --max-concurrency 4` does.
-
-    A request that is due waits until one of four is done, and its latency counts from then.
-    """
+    """Send requests as `vllm bench serve --max-concurrency 4`: one that is due waits for one that is done."""
     count = round(rate * seconds)
     times = arrival_times(load.gaps(count, np.random.default_rng(0)), rate)
     requests = load.requests(count, np.random.default_rng([0, 1]))
@@ -156,36 +124,31 @@ def test_a_closed_loop_hides_what_a_stalled_server_costs():
     seconds = 2 * SECONDS if IS_WHOLE else 2.0
     load = DrawnLoad("completions", "queue", 1.0, Lengths(16, 16), Lengths(4, 4))
     figures = {"pause, seconds": STALL_SECONDS, "requests a second": STALL_RATE}
+    closed_name = f"closed loop of {CLOSED}"
 
-    async def both(url, is_open):
+    async def send(url, name):
         client = HttpClient(url)
         try:
-            if is_open:
-                return await send_window(client, load, STALL_RATE, seconds, 0, 0, lambda line: None)
-            return await closed_loop(client, load, STALL_RATE, seconds)
+            if name == closed_name:
+                return await closed_loop(client, load, STALL_RATE, seconds)
+            return await send_window(client, load, STALL_RATE, seconds, 0, 0, lambda line: None)
         finally:
             client.close()
 
-    for pause in (0.0, STALL_SECONDS):
-        for name, is_open in (("open loop", True), (f"closed loop of {CLOSED}", False)):
-            with queued_server(*QUEUE, "--pause", seconds / 3, pause) as url:
-                found = asyncio.run(both(url, is_open))
-            assert not any(each.failed for each in found)
-            first = np.array([each.first for each in found]) * 1e3
-            shown = {
-                f"TTFT ms p{at}": round(float(np.quantile(first, at / 100)), 1)
-                for at in (50, 95, 99)
-            }
-            shown["later than 200 ms"] = int((first > 200).sum())
-            figures[f"{name}, {'paused' if pause else 'steady'}"] = {
-                "requests": len(found),
-                **shown,
-            }
+    for pause, name in itertools.product((0.0, STALL_SECONDS), ("open loop", closed_name)):
+        with queued_server(*QUEUE, "--pause", seconds / 3, pause) as url:
+            found = asyncio.run(send(url, name))
+        assert not any(each.failed for each in found)
+        first = np.array([each.first for each in found]) * 1e3
+        points = dict(zip((50, 95, 99), np.quantile(first, (0.5, 0.95, 0.99)), strict=True))
+        figures[f"{name}, {'paused' if pause else 'steady'}"] = {
+            "requests": len(found),
+            **{f"TTFT ms p{at}": round(float(value), 1) for at, value in points.items()},
+            "later than 200 ms": int((first > 200).sum()),
+        }
     write("stall", figures)
     if IS_WHOLE:
-        is_open, closed = (
-            figures[name] for name in ("open loop, paused", f"closed loop of {CLOSED}, paused")
-        )
+        is_open, closed = (figures[f"{name}, paused"] for name in ("open loop", closed_name))
         # 50 requests were due in the pause, and the queue behind it takes as long to empty.
         assert is_open["TTFT ms p99"] > 700
         assert is_open["later than 200 ms"] > 60

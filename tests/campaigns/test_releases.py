@@ -1,14 +1,9 @@
-"""Bad releases that pass and good ones that are stopped, by `prejit gate` and by a canary of a server alike.
+"""Bad releases that pass and good ones that are stopped, by `prejit gate` and by a canary alike."""
 
-`make releases` builds and judges all releases of releases.py, and writes the figures to releases.json beside
-this file; `make test` judges some by the gate, of a smaller model, and `make test-all` by both.
-"""
-
-import itertools
+import contextlib
 import json
 import re
 import shutil
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +20,7 @@ from prejit.runtime.machine.fleet_machines import Machine
 from prejit.server.releases.gate_run import GateOptions, run_gate
 
 from .campaign import check, facts, figures_file, machine_facts, setting, write_figures
+from .honest_clients import Clients, admin_client, changed
 from .releases import BAD, BASE, DEEP_BASE, GOOD, base_of, build_release
 
 IS_WHOLE = bool(setting("RELEASES", 0))
@@ -41,7 +37,6 @@ pytestmark = pytest.mark.timeout(14_000 if IS_WHOLE else 900)
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory, build_cache, warm):
-    """Builds a release, once."""
     built = {}
 
     def build(release):
@@ -54,7 +49,6 @@ def build(tmp_path_factory, build_cache, warm):
 
 
 def chosen():
-    """Return all releases, or some of them."""
     return [each for each in (*BAD, *GOOD) if IS_WHOLE or each.name in _SAMPLE]
 
 
@@ -76,7 +70,6 @@ def signed(build, release, at):
 
 
 def judged(build, release, at):
-    """Return the verdict of the gate on a release beside the base."""
     with pytest.MonkeyPatch.context() as patch:
         if release.signed is None:
             old, new = build(base_of(release)), build(release)
@@ -85,15 +78,6 @@ def judged(build, release, at):
             patch.setenv("PREJIT_TRUST", str(policy))
         options = GateOptions(machines=fleet(), seconds=SECONDS, groups=3 if IS_WHOLE else 1)
         return run_gate(str(old), str(new), options, lambda _: None)
-
-
-def outcome_of(release, failed):
-    """Return what is wrong with the checks that failed for a release; empty: nothing."""
-    if bool(failed) != bool(release.checks):
-        return f"{release.name}: expected {release.checks or 'nothing'} to stop it, found {failed}"
-    if release.checks and not {*failed} & {*release.checks}:
-        return f"{release.name}: expected one of {release.checks} to stop it, found {failed}"
-    return ""
 
 
 @pytest.mark.thorough  # unit/server/releases has each check, test_release_pipeline.py a gate that stops one
@@ -106,19 +90,16 @@ def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build, tmp_path):
         verdict = judged(build, release, at)
         failed = [each.name for each in verdict.failed]
         row = {"release": release.name, "failed": failed, "seconds": round(verdict.seconds, 1)}
-        row |= {
-            each.name: each.why for each in verdict.checks if each.name in ("CPU time", "start")
-        }
+        row |= {at.name: at.why for at in verdict.checks if at.name in ("CPU time", "start")}
         print(json.dumps(row), flush=True)
         rows.append(row)
-        if problem := outcome_of(release, failed):
-            wrong.append(f"{problem}: {verdict.failed}")
+        if not ({*failed} & {*release.checks} if release.checks else not failed):
+            wrong.append(f"{release.name}: expected {release.checks}, found {verdict.failed}")
     if IS_WHOLE:
         figures = {
             **facts("jax", "kernel"),
             **before,
-            "bad": len(BAD),
-            "good": len(GOOD),
+            **{"bad": len(BAD), "good": len(GOOD)},
             "gate: bad that passed, or good that were stopped": len(wrong),
             "gate: minutes": round((time.monotonic() - began) / 60, 1),
             "gate": rows,
@@ -128,68 +109,33 @@ def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build, tmp_path):
 
 
 class Live:
-    """A server that serves the base, and clients that never stop asking.
-
-    Attributes:
-        requests: how many requests clients sent.
-        changed: texts that are not those that the same bundle gave to the same prompt before.
-        failures: requests that failed.
-    """
+    """A server that serves the base, and clients that never stop asking."""
 
     def __init__(self, base, at, **environment):
         self._base = base
-        socket_path = at / "admin"
-        self.server = Process(f"m={base}", "--admin", socket_path, **environment)
+        self.server = Process(f"m={base}", "--admin", at / "admin", **environment)
         self.server.wait_until_ready()
-        transport = httpx.HTTPTransport(uds=str(socket_path))
-        self._admin = httpx.Client(transport=transport, base_url="http://admin", timeout=300)
-        self._ends = threading.Event()
-        self._right = {}
-        self.changed = []
-        self.failures = []
-        self.requests = 0
-        self._threads = [threading.Thread(target=self._ask_on) for _ in range(_CLIENTS)]
-        for each in self._threads:
-            each.start()
-
-    def _ask_on(self):
-        with httpx.Client(timeout=120) as client:
-            for prompt in itertools.cycle(_PROMPTS):
-                if self._ends.is_set():
-                    return
-                try:
-                    self._ask(client, prompt)
-                except Exception as error:
-                    self.failures.append(f"{type(error).__name__}: {error}"[:300])
-                self._ends.wait(_PAUSE_SECONDS)
-
-    def _ask(self, client, prompt):
-        body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-        answer = client.post(f"{self.server.url}/v1/completions", json=body)
-        self.requests += 1
-        if answer.status_code != 200:
-            self.failures.append(answer.text)
-            return
-        found = answer.json()
-        at, text = f"{found['system_fingerprint']} {prompt}", found["choices"][0]["text"]
-        if self._right.setdefault(at, text) != text:
-            self.changed.append(f"{at}: expected {self._right[at]!r}, found {text!r}")
+        self._admin = admin_client(at / "admin")
+        more = {"pause": _PAUSE_SECONDS, "max_tokens": 16}
+        self.clients = Clients(self.server.url, [_PROMPTS] * _CLIENTS, **more)
+        self.clients.start()
 
     def try_release(self, bundle):
         """Return how a canary of a release ends. The base serves again after it."""
         began = time.monotonic()
         answer = self._admin.post("/canary", json={"bundle": str(bundle), "share": "50%"})
         assert answer.status_code == 202, answer.text
+
         while True:
-            [state] = self._admin.get("/canary").json()["canaries"]
-            if state["stage"] in ("promoted", "rolled back"):
+            [found] = self._admin.get("/canary").json()["canaries"]
+            if found["stage"] in ("promoted", "rolled back"):
                 break
-            assert time.monotonic() < began + 3900, state
+            assert time.monotonic() < began + 3900, found
             time.sleep(0.05)
-        if state["stage"] == "promoted":
+        if found["stage"] == "promoted":
             answer = self._admin.post("/swap", json={"bundle": str(self._base)})
             assert answer.status_code == 200, answer.text
-        return {**state, "seconds": round(time.monotonic() - began, 1)}
+        return {**found, "seconds": round(time.monotonic() - began, 1)}
 
     def ends(self):
         """Return how many canaries ended in each way, by the metrics of the server."""
@@ -198,9 +144,7 @@ class Live:
         return {"promoted": 0, "rolled_back": 0} | {name: int(count) for name, count in found}
 
     def close(self):
-        self._ends.set()
-        for each in self._threads:
-            each.join()
+        self.clients.end()
         self._admin.close()
         try:
             assert self.server.end() == 0, self.server.said
@@ -209,7 +153,6 @@ class Live:
 
 
 def tried(live, bundle, release, wrong):
-    """Try a release live, and note what is wrong with the outcome."""
     state = live.try_release(bundle)
     again = 0
     # In `make test` a busy machine may say that it is slower.
@@ -226,22 +169,18 @@ def tried(live, bundle, release, wrong):
 
 @pytest.mark.thorough  # test_swaps.py has a canary of a real server, test_canary_runs.py each verdict
 def test_a_canary_stops_bad_releases_and_promotes_good_ones(build, tmp_path):
-    rows = []
-    wrong = []
-    lives = []
+    rows, wrong, lives = [], [], []
     for base in (BASE, DEEP_BASE):
         tries = [each for each in chosen() if each.signed is None and base_of(each) is base]
         if tries:
             bundles = [build(each) for each in (base, *tries)]
             at = tmp_path / base.name
             at.mkdir()
-            lives.append(Live(bundles[0], at))
-            try:
+            with contextlib.closing(Live(bundles[0], at)) as live:
+                lives.append(live)
                 for release, bundle in zip(tries, bundles[1:], strict=True):
-                    rows.append(tried(lives[-1], bundle, release, wrong))
-                ends = lives[-1].ends()
-            finally:
-                lives[-1].close()
+                    rows.append(tried(live, bundle, release, wrong))
+                ends = live.ends()
             count = len([each for each in tries if each.checks])
             again = sum(row["again"] for row in rows)
             assert wrong or ends == {"promoted": len(tries) - count, "rolled_back": count + again}
@@ -249,24 +188,22 @@ def test_a_canary_stops_bad_releases_and_promotes_good_ones(build, tmp_path):
         at = tmp_path / release.name.replace(" ", "-")
         at.mkdir()
         old, new, policy = signed(build, release, at)
-        lives.append(Live(old, at, PREJIT_TRUST=str(policy)))
-        try:
-            rows.append(tried(lives[-1], new, release, wrong))
-        finally:
-            lives[-1].close()
-    failures = [each for live in lives for each in live.failures]
-    changed = [each for live in lives for each in live.changed]
+        with contextlib.closing(Live(old, at, PREJIT_TRUST=str(policy))) as live:
+            lives.append(live)
+            rows.append(tried(live, new, release, wrong))
+    failures = [each for live in lives for each in live.clients.failures]
+    others = [each for live in lives for each in changed(live.clients.texts)]
     if IS_WHOLE:
         written = json.loads(figures_file("releases").read_text())
         written |= {
             "canary: date": facts()["date"],
             "canary: bad that were promoted, or good that were rolled back": len(wrong),
-            "canary: requests of clients": sum(live.requests for live in lives),
+            "canary: requests of clients": sum(live.clients.requests for live in lives),
             "canary: failed requests": len(failures),
-            "canary: changed texts of a bundle": len(changed),
+            "canary: changed texts of a bundle": len(others),
             "canary": rows,
         }
         write_figures("releases", written)
-    check([*wrong, *failures, *changed])
+    check([*wrong, *failures, *others])
     for said in (live.server.said for live in lives):
         assert said.count("Traceback") == said.count("NumbersError: "), said

@@ -1,11 +1,8 @@
-"""A server under mixed load for a while: every request has its answer, and nothing is left behind.
-
-`make soak` does it for 8 minutes and writes the figures to serving.json beside this file; `make test` for
-some seconds. PREJIT_SOAK_SECONDS is the length. The load of the machine is in the figures.
-"""
+"""A server under mixed load for a while: every request has its answer, and nothing is left behind."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -15,26 +12,26 @@ from collections import Counter
 from concurrent.futures import CancelledError
 
 import httpx
+import numpy as np
 import pytest
 from tests.integration.test_serve import Process
 from tests.threads import in_threads
+from tests.waiting import wait_for
 
 from prejit.runtime import load
 from prejit.runtime.errors import DeadlineError, QueueFullError
 from prejit.server.engine.engine import Engine
 
 from . import serving
-from .campaign import facts, machine_facts, setting, write_figures
-from .serving import MIB, Client, Tally, Watcher, metric, slope_per_minute
+from .campaign import check, facts, machine_facts, setting, write_figures
+from .serving import MIB, Client, Tally, Watcher, metric
 
 SECONDS = setting("SOAK_SECONDS", 4)
-pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
-WHOLE_SECONDS = 180
-"""From this length on, the slopes are checked and the figures are written."""
+pytestmark = [pytest.mark.timeout(900 + 4 * SECONDS), pytest.mark.thorough]
+WHOLE_SECONDS = 180  # from this length on, the slopes are checked and the figures are written
 CLIENTS = 12
 SAMPLES = 300 if SECONDS >= WHOLE_SECONDS else 40
-IDLE_SECONDS = 60
-"""How long what was abandoned may take to end: more than a request may."""
+IDLE_SECONDS = 60  # how long what was abandoned may take to end: more than a request may
 MAX_GROWTH_MB_PER_MINUTE = 4
 THREADS = 40
 """Threads that Starlette keeps for work beside its event loop, at most; it ends them when they are idle."""
@@ -50,89 +47,61 @@ def figures():
     return facts("jax", "uvicorn", "kernel") | machine_facts()
 
 
-class Leaving:
-    """Uses an engine in every way in which a caller may wait for a text, or leave it."""
-
-    def __init__(self, bundle, engine):
-        self._engine = engine
-        self.outcomes = Counter()
-        self.failures = []
-        self._prompts = [
-            [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
-            for number in range(24)
-        ]
-        self._options = [
-            {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
-            for n in range(24)
-        ]
-        self._expected = [
-            bundle.generate(prompt, **options, stop_token_ids=()).token_ids
-            for prompt, options in zip(self._prompts, self._options, strict=True)
-        ]
-
-    def work(self, seed, until):
-        """Use it until a time."""
-        generator = random.Random(seed)
-        while time.monotonic() < until:
-            try:
-                self.outcomes[self._use(generator)] += 1
-            except QueueFullError as error:
-                self.outcomes["queue full"] += 1
-                time.sleep(min(error.retry_after, 0.05))
-            except DeadlineError:
-                self.outcomes["deadline"] += 1
-            except BaseException as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-
-    def _use(self, generator):
-        number, engine = generator.randrange(24), self._engine
-        prompt = self._prompts[number]
-        options = {
-            **self._options[number],
-            "stop_token_ids": (),
-            "priority": generator.randint(-1, 1),
-            "client": generator.choice("abc"),
-        }
-        way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
-        match way:
-            case "wait":
-                tokens = engine.generate(prompt, **options).token_ids
-            case "late":
-                timeout = generator.uniform(0.0001, 0.1)
-                tokens = engine.generate(prompt, timeout=timeout, **options).token_ids
-            case "read":
-                pieces = engine.stream(prompt, **options)
-                tokens = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
-            case "cancel":
-                future = engine.submit(prompt, **options)
-                time.sleep(generator.uniform(0, 0.05))
-                if future.cancel():
-                    return "cancelled"
-                tokens = future.result().token_ids
-            case "task":
-                return asyncio.run(_leave(engine, prompt, options, generator))
-            case _:
-                stream = engine.stream(prompt, **options)
-                for _ in range(generator.randint(0, 5)):
-                    if next(stream, None) is None:
-                        break
-                if way == "close":
-                    stream.close()
-                return way  # or nobody refers to it any more
-        if tokens != self._expected[number]:
-            self.failures.append(f"{way} {number}: {self._expected[number]}, found {tokens}")
-        return way
-
-
-@pytest.mark.thorough
 def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
     engine = Engine(bundle, slots=3, queue=12, prefix_memory=MIB)
-    leaving = Leaving(bundle, engine)
+    outcomes, failures, texts = Counter(), [], []
+    for n in range(24):
+        prompt = [(place * 7 + n) % 250 for place in range(1 + n * 11 % 80)]
+        options = {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
+        options["stop_token_ids"] = ()
+        texts.append((prompt, options, bundle.generate(prompt, **options).token_ids))
+
+    def use(pick):
+        prompt, options, expected = pick.choice(texts)
+        options = {**options, "priority": pick.randint(-1, 1), "client": pick.choice("abc")}
+        way = pick.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
+        if way == "wait":
+            found = engine.generate(prompt, **options).token_ids
+        elif way == "late":
+            timeout = pick.uniform(0.0001, 0.1)
+            found = engine.generate(prompt, timeout=timeout, **options).token_ids
+        elif way == "cancel":
+            future = engine.submit(prompt, **options)
+            time.sleep(pick.uniform(0, 0.05))
+            if future.cancel():
+                return "cancelled"
+            found = future.result().token_ids
+        elif way == "task":
+            asyncio.run(leave(engine.stream(prompt, **options), pick.uniform(0, 0.05)))
+            return way
+        else:
+            stream = engine.stream(prompt, **options)
+            pieces = [*itertools.islice(stream, None if way == "read" else pick.randint(0, 5))]
+            if way == "close":
+                stream.close()
+            if way != "read":
+                return way  # nobody refers to the stream any more
+            found = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+        assert found == expected, (way, options)
+        return way
+
+    def work(seed):
+        pick = random.Random(seed)
+        while time.monotonic() < until:
+            try:
+                outcomes[use(pick)] += 1
+            except QueueFullError as error:
+                outcomes["queue full"] += 1
+                time.sleep(min(error.retry_after, 0.05))
+            except DeadlineError:
+                outcomes["deadline"] += 1
+            except BaseException as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
     until = time.monotonic() + max(2.0, SECONDS / 16)
-    in_threads(20, lambda seed: leaving.work(seed, until))
-    outcomes = leaving.outcomes
-    assert not leaving.failures, leaving.failures[:10]
+    in_threads(20, work)
+    check(failures)
     assert engine.drain(IDLE_SECONDS), engine.metrics()
     found = engine.metrics()
     assert (found.running, found.waiting, found.kv_cache_usage) == (0, 0, 0.0), found
@@ -147,22 +116,18 @@ def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     figures["engine"] = dict(sorted(outcomes.items()))
 
 
-async def _leave(engine, prompt, arguments, generator):
-    """Read a stream in a task that is cancelled."""
-
+async def leave(stream, seconds):
     async def read():
-        async for _ in engine.stream(prompt, **arguments):
+        async for _ in stream:
             pass
 
     task = asyncio.create_task(read())
-    await asyncio.sleep(generator.uniform(0, 0.05))
+    await asyncio.sleep(seconds)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, CancelledError):
         await task
-    return "task"
 
 
-@pytest.mark.thorough
 def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     keys, log = tmp_path / "keys", tmp_path / "requests.jsonl"
     keys.write_text("".join(f"client-{n}: {key}\n" for n, key in enumerate(serving.KEYS)))
@@ -172,7 +137,7 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
         server.wait_until_ready()
         tally, watcher = _load(server)
         rested = _rest(server)
-        process = _of_the_process(watcher, rested)
+        process = _of_the_process(watcher.looks, rested)
         text = _metrics(server)
         assert server.end() == 0, server.said
     finally:
@@ -180,7 +145,7 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     print(json.dumps(process))  # a failed check below must not lose what an hour measured
     assert "Traceback" not in server.said, server.said
     assert "warning" not in server.said, server.said
-    assert not tally.failures, f"{len(tally.failures)} failures\n" + "\n".join(tally.failures[:30])
+    check(tally.failures)
     assert tally.texts > SECONDS, tally.statuses
     entries = _entries(log)
     _check_the_log(entries, text, tally)
@@ -189,9 +154,7 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     figures["server"] = {
         "seconds": SECONDS,
         "clients": CLIENTS,
-        "answers by status": {
-            str(status): count for status, count in sorted(tally.statuses.items())
-        },
+        "answers by status": {f"{at}": count for at, count in sorted(tally.statuses.items())},
         "left by their client": dict(sorted(tally.abandoned.items())),
         "texts": tally.texts,
         "new tokens": round(metric(text, "vllm:generation_tokens_total")),
@@ -201,7 +164,12 @@ def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     if SECONDS >= WHOLE_SECONDS:
         figures["load average after"] = [round(each, 1) for each in os.getloadavg()]
         write_figures("serving", figures)
-    _check_the_process(watcher.looks[0], rested, process)
+        slopes = process["slopes per minute after a quarter of the time"]
+        assert slopes["MB"] < MAX_GROWTH_MB_PER_MINUTE, process
+        assert abs(slopes["files"]) < 5, process
+        assert abs(slopes["threads"]) < 5, process
+    assert rested.files <= watcher.looks[0].files, process
+    assert rested.threads <= watcher.looks[0].threads + THREADS, process
 
 
 def _load(server):
@@ -209,8 +177,7 @@ def _load(server):
     tally, watcher = Tally(SAMPLES), _watcher(server, max(0.25, SECONDS / 400))
     until = time.monotonic() + SECONDS
     clients = [Client(server.port, n, until, tally, pause=0.05) for n in range(CLIENTS)]
-    watcher.start()
-    for each in clients:
+    for each in (watcher, *clients):
         each.start()
     once = Client(server.port, CLIENTS, until, tally, pause=0.0)
     for kind in serving.KINDS:
@@ -232,68 +199,54 @@ def _metrics(server):
 
 def _rest(server):
     """Wait until nothing runs and waits, and return what the process has then."""
-    until = time.monotonic() + IDLE_SECONDS
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    while any(metric(_metrics(server), name) for name in names):
-        assert time.monotonic() < until, _metrics(server)
-        time.sleep(0.1)
+    wait_for(lambda: not any(metric(_metrics(server), name) for name in names), IDLE_SECONDS)
     time.sleep(0.5)  # connections are closed a moment later
     return _watcher(server, 1.0).look()
 
 
-def _of_the_process(watcher, rested):
+def _of_the_process(looks, rested):
     """Return how memory, files and threads changed after a quarter of the time, and what is left at rest."""
-    looks = [each for each in watcher.looks if each.seconds > SECONDS / 4]
-    return {
-        "slopes per minute after a quarter of the time": {
-            "MB": round(slope_per_minute(looks, lambda each: each.resident_bytes / MIB), 3),
-            "files": round(slope_per_minute(looks, lambda each: each.files), 3),
-            "threads": round(slope_per_minute(looks, lambda each: each.threads), 3),
-        },
-        "resident MB at the beginning, after a quarter, at the end, at rest": [
-            round(each.resident_bytes / MIB)
-            for each in (watcher.looks[0], looks[0], looks[-1], rested)
-        ],
-        "most resident MB": round(max(each.resident_bytes for each in watcher.looks) / MIB),
-        "most files, at rest": [max(each.files for each in watcher.looks), rested.files],
-        "most threads, at rest": [max(each.threads for each in watcher.looks), rested.threads],
+    later = [each for each in looks if each.seconds > SECONDS / 4]
+    minutes = [each.seconds / 60 for each in later]
+    seen = {
+        "MB": [each.resident_bytes / MIB for each in later],
+        "files": [each.files for each in later],
+        "threads": [each.threads for each in later],
     }
-
-
-def _check_the_process(first, rested, found):
-    """Check that memory, files and threads are flat, and few at rest."""
-    assert rested.files <= first.files, found
-    assert rested.threads <= first.threads + THREADS, found
-    if SECONDS >= WHOLE_SECONDS:
-        slopes = found["slopes per minute after a quarter of the time"]
-        assert slopes["MB"] < MAX_GROWTH_MB_PER_MINUTE, found
-        assert abs(slopes["files"]) < 5, found
-        assert abs(slopes["threads"]) < 5, found
+    slopes = {name: round(float(np.polyfit(minutes, s, 1)[0]), 3) for name, s in seen.items()}
+    resident = [round(at.resident_bytes / MIB) for at in (looks[0], later[0], later[-1], rested)]
+    return {
+        "slopes per minute after a quarter of the time": slopes,
+        "resident MB at the beginning, after a quarter, at the end, at rest": resident,
+        "most resident MB": round(max(each.resident_bytes for each in looks) / MIB),
+        "most files, at rest": [max(each.files for each in looks), rested.files],
+        "most threads, at rest": [max(each.threads for each in looks), rested.threads],
+    }
 
 
 def _entries(log):
     """Return the requests of a log by id: each must be there once."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     requests = [line for line in lines if line["event"] == "request"]
-    ids = Counter(line["id"] for line in requests)
-    assert not [each for each, count in ids.items() if count > 1]
-    return {line["id"]: line for line in requests}
+    found = {line["id"]: line for line in requests}
+    assert len(found) == len(requests)
+    return found
 
 
 def _check_the_log(entries, text, tally):
     """Check that metrics, log and clients agree on how many requests there were."""
+
+    def ended(reason):
+        return metric(text, "prejit_requests_total", f'reason="{reason}"')
+
     calls = [call for each in entries.values() if each["status"] != 400 for call in each["calls"]]
     assert len(calls) == metric(text, "prejit_requests_total"), text
-    ended = sum(
-        metric(text, "prejit_requests_total", f'reason="{reason}"')
-        for reason in ("stop", "length", "context", "mask")
-    )
     logged = sum(bool(call["finish_reason"]) for call in calls)
     # A text may end before its server sees that the client has gone: the engine counts it, nobody has it.
-    assert tally.texts <= logged <= ended
+    assert tally.texts <= logged <= sum(map(ended, ("stop", "length", "context", "mask")))
     assert tally.new_tokens <= metric(text, "vllm:generation_tokens_total")
-    for reason in ("error", "nan"):
-        assert metric(text, "prejit_requests_total", f'reason="{reason}"') == 0
+    assert (ended("error"), ended("nan")) == (0, 0)
 
 
 def _check_tokens(bundle, sample, entry):

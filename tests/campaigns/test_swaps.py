@@ -1,12 +1,6 @@
-"""Swaps and canaries of a served bundle under load: no request fails, and no token is of the wrong bundle.
-
-`make swaps` does 100 swaps and 10 canaries under 200 requests at once from four keys, checks the figures and
-writes them to swaps.json and canaries.json beside this file; `make test` does some under 16. PREJIT_SWAPS is
-the number of swaps.
-"""
+"""Swaps and canaries of a served bundle under load: no request fails, and no token is of the wrong bundle."""
 
 import json
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -15,10 +9,10 @@ import httpx
 import pytest
 from tests.integration.test_serve import Process
 from tests.lettered import write_lettered
+from tests.waiting import wait_for
 
-from .campaign import check, facts, setting, write_figures
-from .honest_clients import KEYS, expected, start
-from .hostile_clients import in_ms
+from .campaign import check, facts, machine_facts, setting, write_figures
+from .honest_clients import KEYS, admin_client, expected, in_ms, start
 from .serving import MIB, metric
 
 SWAPS = setting("SWAPS", 3)
@@ -66,22 +60,22 @@ class Running:
     admin: httpx.Client
 
     def post(self, path, expected=200, **body):
-        """Return what the admin address answers."""
         answer = self.admin.post(path, json=body)
         assert answer.status_code == expected, answer.text
         return dict(answer.json())
 
     def canary(self):
-        """Return how far the last canary is."""
         return dict(self.admin.get("/canary").json()["canaries"][0])
 
     def wait_for(self, *stages):
-        """Return how far the canary is when it has come to one of these stages."""
-        until = time.monotonic() + 120
-        while (state := self.canary())["stage"] not in stages:
-            assert time.monotonic() < until, state
-            time.sleep(0.02)
-        return state
+        seen = []
+
+        def is_there():
+            seen.append(self.canary())
+            return seen[-1]["stage"] in stages
+
+        wait_for(is_there, 120, f"the canary does not come to {stages}")
+        return seen[-1]
 
     def share(self, bundle):
         """Start a canary, and wait until it has its share. A busy machine may say that it is slower."""
@@ -95,14 +89,12 @@ class Running:
 
 @pytest.fixture
 def running(versions, tmp_path):
-    """A server of the first version."""
     keys, socket_path = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("".join(f"k{at}: {key}\n" for at, key in enumerate(KEYS)))
     options = ("--keys", keys, "--admin", socket_path, "--queue", "256", "--timeout", "60")
     server = Process(f"m={versions[0]}", *options)
-    transport = httpx.HTTPTransport(uds=str(socket_path))
     try:
-        with httpx.Client(transport=transport, base_url="http://admin", timeout=60) as admin:
+        with admin_client(socket_path) as admin:
             server.wait_until_ready()
             yield Running(server, admin)
         assert server.end() == 0, server.said
@@ -111,16 +103,8 @@ def running(versions, tmp_path):
         server.kill()
 
 
-def measured(**figures):
-    """Return figures with what they depend on, after printing them."""
-    load = [round(each, 1) for each in os.getloadavg()]
-    found = {
-        **facts("jax", "kernel"),
-        "machine": f"{os.cpu_count()} CPUs",
-        "load average": load,
-        "requests at once": AT_ONCE,
-        **figures,
-    }
+def measured(figures):
+    found = {**facts("jax", "kernel"), **machine_facts(), "requests at once": AT_ONCE, **figures}
     print(json.dumps(found, indent=1))
     return found
 
@@ -148,16 +132,14 @@ def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(version
     failures = alone.failures + beside.failures + last.failures
     wrong = (alone.texts | beside.texts) - (answers[0] | answers[1])
     figures = measured(
-        swaps=SWAPS,
-        requests=beside.requests,
-        failed=len(failures),
-        **{
+        {
+            **{"swaps": SWAPS, "requests": beside.requests, "failed": len(failures)},
             "texts of a wrong bundle": len(wrong),
             "ms of a swap": in_ms(seconds),
             "ms between tokens, without swaps": in_ms(alone.gaps),
             "ms between tokens, with swaps": in_ms(beside.gaps),
             "resident MB before, after": [round(before / MIB), round(after / MIB)],
-        },
+        }
     )
     if IS_WHOLE:
         write_figures("swaps", figures)
@@ -203,15 +185,14 @@ def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(versions, r
     failures = [each for one in (alone, beside, again, sharing, last) for each in one.failures]
     seen = alone.texts | beside.texts | again.texts | sharing.texts | last.texts
     figures = measured(
-        requests=beside.requests + sharing.requests,
-        failed=len(failures),
-        **{
+        {
+            **{"requests": beside.requests + sharing.requests, "failed": len(failures)},
             "texts of a wrong bundle": len(seen - old - same),
             "seconds until a release of other texts was gone": round(dropped_after, 2),
             "seconds of a rollback": [round(each, 2) for each in taken_back],
             "ms between tokens, without a canary": in_ms(alone.gaps),
             "ms between tokens, with canaries": in_ms(beside.gaps),
-        },
+        }
     )
     if IS_WHOLE:
         write_figures("canaries", figures)

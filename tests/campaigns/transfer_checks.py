@@ -1,15 +1,17 @@
 """Checks after a broken transfer, and after the one that completes it: see broken_transfers.py."""
 
-import hashlib
 import os
+import re
 import shutil
 import tarfile
 import tempfile
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.layouts import blob
 
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import reached
@@ -22,27 +24,9 @@ from .transfer_processes import DIRECTORY, INTO_REGISTRY, INTO_STORE, TAR
 FOREVER = float("inf")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a case did.
-
-    Attributes:
-        bad: what it must not do, in words.
-        ends: how the processes of the broken attempts ended.
-        broken: how many requests did not get the right answer.
-        missing, fetched: bytes of blobs that were missing when it went on, and those that then moved.
-    """
-
-    bad: tuple[str, ...]
-    ends: tuple[str, ...]
-    broken: int
-    missing: int
-    fetched: int
-
-
 def run_case(case):
     """Break a transfer, look at what it left, let it go on, and look at what is there then."""
-    bad = list[str]()
+    bad = []
     case.prepare()
     try:
         with case.disk():
@@ -65,7 +49,8 @@ def run_case(case):
     finally:
         shutil.rmtree(case.at, ignore_errors=True)
         bad += forget(case)
-    return Result(tuple(bad), tuple(case.ends), case.broken, missing, fetched)
+    moved = {"missing": missing, "fetched": fetched}
+    return SimpleNamespace(bad=bad, ends=case.ends, broken=case.broken, **moved)
 
 
 def is_bad(end, fault):
@@ -76,21 +61,17 @@ def is_bad(end, fault):
 
 
 def forget(case):
-    """Empty the servers of a case's blobs, and yield what another host got of our logins."""
-    for held in (case.place.registry, case.place.abroad):
+    """Empty the servers of a case's blobs, and return what another host got of our logins."""
+    registry, abroad = case.place.registry, case.place.abroad
+    tokens = [each for each in abroad.seen if each[2]]
+    for held in (registry, abroad):
         for kind in (held.blobs, held.manifests):
             for key in [key for key in list(kind) if key[0].startswith(case.name)]:
                 kind.pop(key, None)
         for path in [path for path in list(held.files) if case.name in path]:
             held.files.pop(path, None)
-    tokens = [each for each in case.place.abroad.seen if each[2]]
-    case.place.abroad.seen.clear()
-    case.place.registry.seen.clear()
-    for method, path, authorization in tokens:
-        yield f"another host got {authorization!r}: {method} {path}"
-
-
-# ---------------------------------------------------------------------- what is there
+        held.seen.clear()
+    return [f"another host got {login!r}: {method} {path}" for method, path, login in tokens]
 
 
 def wrong(case):
@@ -110,69 +91,72 @@ def wrong(case):
     return [
         f"{digest} has other bytes"
         for (name, digest), content in list(held.blobs.items())
-        if name.startswith(case.name) and _digest(content) != digest
+        if name.startswith(case.name) and digest_of(content) != digest
     ]
 
 
 def wrong_blobs(directory):
     """Return the blobs of a directory whose bytes are not those of their names."""
     files = (directory / "blobs" / "sha256").glob("*")
-    return [
-        f"{each.name}: other bytes" for each in files if _digest(each.read_bytes())[7:] != each.name
-    ]
+    wrong = [each for each in files if digest_of(each.read_bytes())[7:] != each.name]
+    return [f"{each.name}: other bytes" for each in wrong]
+
+
+def digests_of(directory):
+    with Layout(directory) as layout:
+        return set(reached(layout, read_root(layout)))
 
 
 def wrong_bundle(directory):
-    """Return what a bundle lacks."""
+    """Return what a bundle lacks; one of a store has its blobs elsewhere."""
     try:
         with Layout(directory) as layout:
-            there = [
-                (layout.blob_path(digest), digest) for digest in reached(layout, read_root(layout))
-            ]
+            digests = reached(layout, read_root(layout))
+            lacking = [each for each in digests if not Path(layout.blob_path(each)).is_file()]
     except PrejitError as error:
         return [f"a bundle: {error}"]
-    return [f"a bundle lacks {digest}" for path, digest in there if not Path(path).is_file()]
+    return [f"a bundle lacks {each}" for each in lacking]
+
+
+@contextmanager
+def extracted(path):
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        with tarfile.open(path) as tar:
+            tar.extractall(directory, filter="data")
+        yield Path(directory)
 
 
 def wrong_tar(path):
-    """Return what is wrong with the bundle of a tar."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        try:
-            with tarfile.open(path) as tar:
-                tar.extractall(directory, filter="data")
-        except (tarfile.TarError, OSError) as error:
-            return [f"a tar: {error}"]
-        return wrong_blobs(Path(directory)) + wrong_bundle(Path(directory))
+    try:
+        with extracted(path) as directory:
+            return wrong_blobs(directory) + wrong_bundle(directory)
+    except (tarfile.TarError, OSError) as error:
+        return [f"a tar: {error}"]
 
 
 def unlike_source(case):
     """Return the blobs that are not as they are at the source."""
-    version = case.wanted
+    version, target = case.wanted, case.target
     if case.way in INTO_REGISTRY:
         held = case.place.registry
-        there = {digest: held.blobs.get((case.name, digest)) for digest in version.blobs}
-        there |= {
+        there = {
             digest: content
-            for (name, digest), content in held.manifests.items()
+            for kind in (held.blobs, held.manifests)
+            for (name, digest), content in kind.items()
             if name == case.name
         }
-        bad = [digest for digest, content in version.blobs.items() if there[digest] != content]
-        tagged = held.manifests.get((case.name, "v1"), b"")
-        return [*(f"{digest} is not there" for digest in bad)] + (
-            [] if _digest(tagged) == version.digest else ["the tag leads elsewhere"]
-        )
+        bad = [digest for digest, content in version.blobs.items() if there.get(digest) != content]
+        leads = digest_of(there.get("v1", b"")) == version.digest
+        return [f"{each} is not there" for each in bad] + ["the tag leads elsewhere"] * (not leads)
     if case.way == TAR:
-        extra = [each.name for each in case.at.glob("*.partial")]
-        with (
-            tempfile.TemporaryDirectory(dir=case.at) as directory,
-            tarfile.open(case.target) as tar,
-        ):
-            tar.extractall(directory, filter="data")
-            return _unlike(Path(directory), case) + [f"{name} is left" for name in extra]
+        with extracted(target) as directory:
+            left = [f"{each.name} is left" for each in case.at.glob("*.partial")]
+            return _unlike(directory, case) + left
     if case.way == DIRECTORY:
-        return _unlike(case.target, case) + [f"{each} is left" for each in left_in(case.target)]
-    at = case.target / "bundles" / version.digest[7:] / "index.json"
-    return _unlike(case.target, case) + ([] if at.exists() else ["the bundle is not there"])
+        known = {*_names_of(digests_of(target)), "index.json", "oci-layout"}
+        return _unlike(target, case) + [f"{each} is left" for each in _files(target) - known]
+    at = target / "bundles" / version.digest[7:] / "index.json"
+    return _unlike(target, case) + ["the bundle is not there"] * (not at.exists())
 
 
 def _unlike(directory, case):
@@ -183,57 +167,40 @@ def _unlike(directory, case):
     ]
 
 
-def left_in(directory):
-    """Return the files of a layout to which its bundle does not lead."""
-    with Layout(directory) as layout:
-        known = {digest[7:] for digest in reached(layout, read_root(layout))}
-    known |= {"index.json", "oci-layout"}
-    found = [Path(root, name) for root, _, names in os.walk(directory) for name in names]
-    return [str(each.relative_to(directory)) for each in found if each.name not in known]
+def _files(directory):
+    found = (Path(root, name) for root, _, names in os.walk(directory) for name in names)
+    return {str(each.relative_to(directory)) for each in found}
+
+
+def _names_of(digests):
+    return {f"blobs/sha256/{digest[7:]}" for digest in digests}
 
 
 def collected(case):
     """Collect what no bundle of a store leads to, and return what is left nevertheless."""
     store = MachineStore(case.target)
+    known = {"lock"}
     try:
         store.collect(1 << 60, FOREVER)
-        known = {"lock"}
         for each in store.bundles():
             place = f"bundles/{each.digest[7:]}"
             known |= {f"{place}/index.json", f"{place}/oci-layout"}
-            with Layout(store.directory(each.digest)) as layout:
-                known |= {
-                    f"blobs/sha256/{digest[7:]}" for digest in reached(layout, read_root(layout))
-                }
+            known |= _names_of(digests_of(store.directory(each.digest)))
     except PrejitError as error:
         return [f"{type(error).__name__}: {error}"]
-    found = [Path(root, name) for root, _, names in os.walk(store.path) for name in names]
-    names = [str(each.relative_to(store.path)) for each in found]
-    return [
-        f"{name} is left"
-        for name in names
-        if name not in known
-        and not (name.startswith("tags/") and name.endswith(".json") and "/." not in name)
-    ]
-
-
-# ---------------------------------------------------------------------- bytes
+    is_tag = re.compile(r"tags/(?!.*/\.).*\.json").fullmatch
+    return [f"{name} is left" for name in _files(store.path) - known if not is_tag(name)]
 
 
 def missing_bytes(case, processes):
-    """Return the bytes of blobs that are missing, and how many processes may move at most.
-
-    A partial blob with wrong bytes is fetched to its end before that shows, and then again. Where the store
-    has an older version, each process reads the config first: it lists the chunks of both.
-    """
+    """Return the bytes of blobs that are missing, and how many processes may move at most."""
     version, missing, more = case.wanted, 0, 0
-    documents = {
-        digest for digest, content in version.blobs.items() if b'"schemaVersion"' in content[:4096]
-    }
     if case.way == TAR:
         return (whole := sum(map(len, version.blobs.values()))), 2 * whole
-    for digest in set(version.blobs) - documents:
-        content = version.blobs[digest]
+    for digest, content in version.blobs.items():
+        if _is_document(content):
+            continue
+        # Where the store has an older version, each process reads the config first: it lists the chunks.
         if case.way in INTO_STORE and b'"weight_sets"' in content:
             more += processes * len(content)
         if case.way in INTO_REGISTRY:
@@ -243,10 +210,9 @@ def missing_bytes(case, processes):
         if blob(case.target, digest).exists():
             continue
         held = partial.read_bytes() if partial.exists() else b""
-        if content.startswith(held):
-            missing += len(content) - len(held)
-        else:
-            missing, more = missing + max(0, len(content) - len(held)), more + len(content)
+        missing += max(0, len(content) - len(held))
+        if not content.startswith(held):  # wrong bytes show at the end, and all is fetched again
+            more += len(content)
     return missing, missing + more
 
 
@@ -254,22 +220,19 @@ def moved_bytes(case):
     """Return how many bytes of blobs the server has sent, or taken."""
     held = case.place.registry
     if case.way in INTO_REGISTRY:
-        return sum(
-            len(content)
-            for (name, digest), content in list(held.blobs.items())
-            if name == case.name
-        )
+        return sum(len(each) for (name, _), each in list(held.blobs.items()) if name == case.name)
+    documents = {
+        digest.removeprefix("sha256:")
+        for version in case.versions
+        for digest, content in version.blobs.items()
+        if _is_document(content)
+    }
     return sum(
         count
         for path, count in list(held.sent.items())
-        if f"/{case.name}/blobs/" in path and not _is_document(path, case)
+        if f"/{case.name}/blobs/" in path and path[-64:] not in documents
     )
 
 
-def _is_document(path, case):
-    digest = f"sha256:{path.rpartition('/')[2].removeprefix('sha256:')}"
-    return any(b'"schemaVersion"' in each.blobs.get(digest, b"")[:4096] for each in case.versions)
-
-
-def _digest(content):
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+def _is_document(content):
+    return b'"schemaVersion"' in content[:4096]

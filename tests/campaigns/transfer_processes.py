@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,20 +16,12 @@ from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
 PRELOADED = (
-    "tests.campaigns.transfer_processes",
-    "prejit.runtime.ship.registry_repository",
-    "prejit.runtime.ship.object_repository",
-    "prejit.runtime.ship.directory_repository",
-    "oras.auth",
-    "oras.container",
-    "requests",
-    "pytest",
+    *("prejit.runtime.ship.registry_repository", "prejit.runtime.ship.object_repository"),
+    *("prejit.runtime.ship.directory_repository", "tests.campaigns.transfer_processes"),
+    *("oras.auth", "oras.container", "requests", "pytest"),
 )
-"""Modules that the fork server imports."""
-PIECE_BYTES = 64 << 10
-"""Pieces are smaller than usual, so that the weights have some."""
-_CAPABILITIES_V3 = 0x20080522
-"""The version of capset's structures (linux/capability.h)."""
+PIECE_BYTES = 64 << 10  # pieces are smaller than usual, so that the weights have some
+_CAPABILITIES_V3 = 0x20080522  # the version of capset's structures (linux/capability.h)
 PULL, HTTP, DIRECTORY, TAR = "pull", "pull by http", "pull into a directory", "pull into a tar"
 PUSH, PUSH_TAR, COPY = "push", "push of a tar", "copy within a registry"
 ARRIVE = "load while it arrives"
@@ -39,47 +29,26 @@ INTO_STORE = (PULL, HTTP, ARRIVE)
 INTO_REGISTRY = (PUSH, PUSH_TAR, COPY)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A transfer in a process of its own.
-
-    Attributes:
-        way: one of the texts above.
-        source, target: references or paths; the target of a pull into the store is the store.
-        outcome: the file that gets the end, as JSON.
-        env: variables.
-        answer_seconds: time limit of an answer.
-        file_bytes: longest file that it may write; 0: any.
-    """
-
-    way: str
-    source: str
-    target: str
-    outcome: Path
-    env: Mapping[str, str]
-    answer_seconds: float
-    file_bytes: int = 0
-
-
-def transfer(job):
-    """Do a transfer and write how it ended."""
-    os.environ.update(job.env)
+def transfer(way, source, target, outcome, env, answer_seconds, file_bytes):
+    """Transfer in this process, which may write files of so many bytes (0: any); write how it ended."""
+    os.environ.update(env)
     os.umask(0o022)
-    _drop_rights()
-    _hurry(job.answer_seconds)
-    if job.file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, resource.RLIM_INFINITY))
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)  # gives up root's rights to read-only files
+    ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
+    _hurry(answer_seconds)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
     end = {"error": "", "is_ours": True, "text": ""}
     try:
-        source = parse_reference(job.source)
-        if job.way == ARRIVE:
-            _read_while_it_arrives(source, MachineStore(Path(job.target)))
-        elif job.way in INTO_STORE:
-            pull(source, MachineStore(Path(job.target)), Wanted())
-        elif job.way in (DIRECTORY, TAR):
-            pull_into(source, parse_reference(job.target), Wanted())
+        found = parse_reference(source)
+        if way == ARRIVE:
+            _read_while_it_arrives(found, MachineStore(Path(target)))
+        elif way in INTO_STORE:
+            pull(found, MachineStore(Path(target)), Wanted())
+        elif way in (DIRECTORY, TAR):
+            pull_into(found, parse_reference(target), Wanted())
         else:
-            ship(source, parse_reference(job.target))
+            ship(found, parse_reference(target))
     except BaseException as error:
         is_ours = isinstance(error, PrejitError | KeyboardInterrupt)
         frames = traceback.extract_tb(error.__traceback__)
@@ -87,7 +56,7 @@ def transfer(job):
         said = f"{error} at {' '.join(ours)}"
         end = {"error": type(error).__name__, "is_ours": is_ours, "text": said}
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    job.outcome.write_text(json.dumps(end))
+    outcome.write_text(json.dumps(end))
     os._exit(0)
 
 
@@ -110,12 +79,6 @@ def _read_while_it_arrives(source, store):
     assert bundle._thread is not None
     bundle._thread.join()
     bundle.close()
-
-
-def _drop_rights():
-    """Give up what root may do, such as to write files that are read-only."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
-    ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
 
 
 def _hurry(answer_seconds):

@@ -1,11 +1,4 @@
-"""Change at random what a recorded program reads: its calls must be traced, or give jax's answers.
-
-    python -m tests.campaigns.untraced_mutations SEED MUTATIONS STARTS    writes untraced_mutations.json
-
-MUTATIONS changes are compared in this process with the recorded inputs, as `prejit run` compares them. STARTS
-more are valid programs that `prejit run` and Python start. At last a program decides in thirty ways by what
-prejit cannot see: what the signature of a call finds of these is counted, and the rest is what users promise.
-"""
+"""Change at random what a recorded program reads: its calls must be traced, or give jax's answers."""
 
 import json
 import os
@@ -20,6 +13,8 @@ from unittest import mock
 
 from prejit.compiler.recording.jax_cache_packing import read_targets
 from prejit.runtime.recorded.hook import input_facts, process_inputs
+
+from .campaign import write_figures
 
 SOURCES = {
     "main.py": """
@@ -69,9 +64,7 @@ H = os.stat("hidden").st_size  # what prejit does not see
 class Mode(enum.Enum):
     A = 1
     B = 2
-MODE = [Mode.A, Mode.B][H]
 class Holder: pass
-HOLDER = Holder(); HOLDER.by = 2.0 + H; HOLDER.inner = Holder(); HOLDER.inner.by = 3.0 + H
 @jax.tree_util.register_pytree_node_class
 class Node:
     def __init__(self, x, beside): self.x, self.beside = x, beside
@@ -86,132 +79,89 @@ class Data:
 @dataclasses.dataclass(frozen=True)
 class Static:
     by: float
-NUMBER, ARRAY, TABLE = 1.0 + H, np.full(3, 1.0 + H), {"a": {"b": 1.0 + H}}
-x = jnp.arange(3.0)
-KINDS = {}
-def kind(function): KINDS[function.__name__] = function; return function
-def closing(value): return lambda x: x + value
-@kind
-def closure(): return jax.jit(closing(1.0 + H))(x)
-@kind
-def closed_array(): return jax.jit(closing(ARRAY * 2))(x)
-@kind
-def closed_large_array(): return jax.jit(lambda x, a=jnp.full(10**5, 1.0 + H): x + a[0])(x)
-@kind
-def default(): return jax.jit(lambda x, by=1.0 + H: x * by)(x)
-@kind
-def partial(): return jax.jit(functools.partial(jnp.add, 1.0 + H))(x)
-@kind
-def global_number(): return jax.jit(lambda x: x + NUMBER)(x)
-@kind
-def global_array(): return jax.jit(lambda x: x + ARRAY)(x)
-@kind
-def global_table(): return jax.jit(lambda x: x + TABLE["a"]["b"])(x)
-def callee(x): return x * NUMBER
-def middle(x): return callee(x) + 1
-@kind
-def global_of_a_callee(): return jax.jit(lambda x: middle(x))(x)
-@kind
-def attribute(): return jax.jit(lambda x: x * HOLDER.by)(x)
-@kind
-def deep_attribute(): return jax.jit(lambda x: x * HOLDER.inner.by)(x)
 class Model:
     def __init__(self): self.params = [1.0 + H, np.ones(2) * H]
     def apply(self, x): return x * self.params[0] + self.params[1].sum()
-@kind
-def bound_method(): return jax.jit(Model().apply)(x)
-class Callable_:
-    def __init__(self): self.by = 1.0 + H
-    def __call__(self, x): return x * self.by
-@kind
-def callable_object(): return jax.jit(Callable_())(x)
+    def __call__(self, x): return x * self.params[0]
 class Class: by = 1.0 + H
-@kind
-def class_attribute(): return jax.jit(lambda x: x * Class.by)(x)
-@kind
-def enumeration(): return jax.jit(lambda x: x * MODE.value)(x)
-@kind
-def static_argument(): return jax.jit(lambda x, m: x * m.by, static_argnums=1)(x, Static(1.0 + H))
-@kind
-def pytree_beside(): return jax.jit(lambda n: n.x * n.beside)(Node(x, 1.0 + H))
-@kind
-def dataclass_meta(): return jax.jit(lambda d: d.x * d.by)(Data(x, 1.0 + H))
-@kind
-def weak_type(): return jax.jit(lambda s: x * s)([jnp.float32(2), 2.0][H])
-@kind
-def structure(): return jax.jit(lambda t: jax.tree.leaves(t)[0])([{"a": x, "b": x + 1}, [x + 1, x]][H])
-@kind
-def order_of_a_dict():
-    table = dict([("a", 2.0), ("b", 3.0)][:: [1, -1][H]])
-    return jax.jit(lambda x: x * list(table.values())[0])(x)
-@kind
-def dtype(): return jax.jit(lambda v: v * 2)(np.arange(3, dtype=["float32", "int32"][H]))
-@kind
+MODE = [Mode.A, Mode.B][H]
+HOLDER = Holder()
+HOLDER.by, HOLDER.inner = 2.0 + H, Holder()
+HOLDER.inner.by = 3.0 + H
+NUMBER, ARRAY, TABLE = 1.0 + H, np.full(3, 1.0 + H), {"a": {"b": 1.0 + H}}
+ORDERED = dict([("a", 2.0), ("b", 3.0)][:: [1, -1][H]])
+TREE = [lambda x: {"a": x, "b": x + 1}, lambda x: [x + 1, x]][H]
+CODE = ["def f(x): return x + 1", "def f(x): return x + 2"][H]
+x = jnp.arange(3.0)
+def closing(value): return lambda x: x + value
+def callee(x): return x * NUMBER
+def middle(x): return callee(x) + 1
 def setting():
     with jax.default_matmul_precision(["default", "highest"][H]): return jax.jit(lambda x: x @ x)(x)
-@kind
 def x64():
     jax.config.update("jax_enable_x64", bool(H))
     try: return jax.jit(lambda x: x.astype(float))(x)
     finally: jax.config.update("jax_enable_x64", False)
-@kind
 def monkeypatch():
     old = jnp.sin
     jnp.sin = [jnp.sin, jnp.cos][H]
     try: return jax.jit(lambda x: jnp.sin(x))(x)
     finally: jnp.sin = old
-@kind
 def code():
     scope = {"jnp": jnp}
-    exec(["def f(x): return x + 1", "def f(x): return x + 2"][H], scope)
+    exec(CODE, scope)
     return jax.jit(scope["f"])(x)
-@kind
-def branch(): return jax.jit(lambda x: x + 1 if H else x - 1)(x)
-@kind
-def vmapped(): return jax.jit(jax.vmap(closing(1.0 + H)))(x)
-@kind
-def grad(): return jax.jit(jax.grad(lambda x: (x * (1.0 + H)).sum()))(x)
-@kind
-def loop(): return jax.jit(lambda x: jax.lax.fori_loop(0, 2 + H, lambda i, y: y + 1, x))(x)
-@kind
-def environment_in_trace(): 
+def environment_in_trace():
     os.environ["SEEN"] = str(H)
     return jax.jit(lambda x: x + float(os.environ["SEEN"]))(x)
-@kind
-def getter(): return jax.jit(lambda x: x + getattr(types.SimpleNamespace(a=1.0 + H), "a"))(x)
+KINDS = {
+    "closure": lambda: jax.jit(closing(1.0 + H))(x),
+    "closed_array": lambda: jax.jit(closing(ARRAY * 2))(x),
+    "closed_large_array": lambda: jax.jit(lambda x, a=jnp.full(10**5, 1.0 + H): x + a[0])(x),
+    "default": lambda: jax.jit(lambda x, by=1.0 + H: x * by)(x),
+    "partial": lambda: jax.jit(functools.partial(jnp.add, 1.0 + H))(x),
+    "global_number": lambda: jax.jit(lambda x: x + NUMBER)(x),
+    "global_array": lambda: jax.jit(lambda x: x + ARRAY)(x),
+    "global_table": lambda: jax.jit(lambda x: x + TABLE["a"]["b"])(x),
+    "global_of_a_callee": lambda: jax.jit(lambda x: middle(x))(x),
+    "attribute": lambda: jax.jit(lambda x: x * HOLDER.by)(x),
+    "deep_attribute": lambda: jax.jit(lambda x: x * HOLDER.inner.by)(x),
+    "bound_method": lambda: jax.jit(Model().apply)(x),
+    "callable_object": lambda: jax.jit(Model())(x),
+    "class_attribute": lambda: jax.jit(lambda x: x * Class.by)(x),
+    "enumeration": lambda: jax.jit(lambda x: x * MODE.value)(x),
+    "static_argument": lambda: jax.jit(lambda x, m: x * m.by, static_argnums=1)(x, Static(1.0 + H)),
+    "pytree_beside": lambda: jax.jit(lambda n: n.x * n.beside)(Node(x, 1.0 + H)),
+    "dataclass_meta": lambda: jax.jit(lambda d: d.x * d.by)(Data(x, 1.0 + H)),
+    "weak_type": lambda: jax.jit(lambda s: x * s)([jnp.float32(2), 2.0][H]),
+    "structure": lambda: jax.jit(lambda t: jax.tree.leaves(t)[0])(TREE(x)),
+    "order_of_a_dict": lambda: jax.jit(lambda x: x * list(ORDERED.values())[0])(x),
+    "dtype": lambda: jax.jit(lambda v: v * 2)(np.arange(3, dtype=["float32", "int32"][H])),
+    "branch": lambda: jax.jit(lambda x: x + 1 if H else x - 1)(x),
+    "vmapped": lambda: jax.jit(jax.vmap(closing(1.0 + H)))(x),
+    "grad": lambda: jax.jit(jax.grad(lambda x: (x * (1.0 + H)).sum()))(x),
+    "loop": lambda: jax.jit(lambda x: jax.lax.fori_loop(0, 2 + H, lambda i, y: y + 1, x))(x),
+    "getter": lambda: jax.jit(lambda x: x + getattr(types.SimpleNamespace(a=1.0 + H), "a"))(x),
+    **{each.__name__: each for each in (setting, x64, monkeypatch, code, environment_in_trace)},
+}
 for name, function in KINDS.items():
     result = function()
     print(name, result.dtype, np.asarray(result).tolist())
 """
 
 
+def started(directory, *command):
+    done = subprocess.run(command, cwd=directory, check=True, text=True, stdout=subprocess.PIPE)
+    return done.stdout
+
+
 def prejit(directory, *words):
     return started(directory, sys.executable, "-m", "prejit.runtime", *words)
-
-
-def started(directory, *command):
-    return subprocess.run(
-        command, cwd=directory, check=True, text=True, stdout=subprocess.PIPE
-    ).stdout
 
 
 def recorded(directory, *command):
     for _ in range(2):
         prejit(directory, "record", "--untraced", "-o", "bundle", "--", *command)
-
-
-def written(directory):
-    for name, text in SOURCES.items():
-        path = directory / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-
-
-def inputs_of(directory):
-    (target,) = read_targets(directory / "bundle")
-    (file,) = (each for name, each in target.programs.items() if name.startswith("prejit_calls"))
-    inputs = json.loads(file.content())["inputs"]
-    return inputs
 
 
 def mutated(rng, directory):
@@ -251,7 +201,9 @@ def mutated(rng, directory):
 
 def compared(rng, directory, count):
     """Return how many mutations were found, by kind; "missed" ones must not be there."""
-    inputs = inputs_of(directory)
+    (target,) = read_targets(directory / "bundle")
+    (file,) = (each for name, each in target.programs.items() if name.startswith("prejit_calls"))
+    inputs = json.loads(file.content())["inputs"]
     own = {name: input_facts.file_of(module) for name, module in sys.modules.items()}
     inputs["modules"] |= own
     inputs["prefix"] = sys.prefix
@@ -279,9 +231,8 @@ def run_beside(rng, directory, count):
     found = Counter()
     command = (sys.executable, "main.py")
     for _ in range(count):
-        path = directory / rng.choice(
-            [name for name, text in SOURCES.items() if NUMBER.search(text)]
-        )
+        numbered = [name for name, text in SOURCES.items() if NUMBER.search(text)]
+        path = directory / rng.choice(numbered)
         before = path.read_text()
         place = rng.choice([*NUMBER.finditer(before)])
         path.write_text(f"{before[: place.start()]}{rng.randrange(10)}{before[place.end() :]}")
@@ -308,11 +259,13 @@ def hidden(directory):
 
 
 def main(seed, mutations, starts):
-    """Run the campaign, print what it found and write it."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        written(directory)
+        for name, text in SOURCES.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
         os.environ["PYTHONPATH"] = str(directory / "site-packages")
         os.environ["PREJIT_RUNTIME_CACHE"] = str(directory / "cache")
         recorded(directory, sys.executable, "main.py")
@@ -322,9 +275,8 @@ def main(seed, mutations, starts):
             "started": dict(run_beside(rng, directory, starts)),
             "hidden": hidden(directory),
         }
-    text = json.dumps(found, indent=1) + "\n"
-    print(text)
-    Path(__file__).with_suffix(".json").write_text(text)
+    print(json.dumps(found, indent=1))
+    write_figures("untraced_mutations", found)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,15 @@
-"""Start public JAX programs without tracing, and compare what they print with plain starts.
-
-    PROGRAMS/bin/python -m tests.campaigns.untraced_programs [NAME...]    prints a table; writes figures
-
-PROGRAMS is the environment that `make untraced-programs` fills. Each program runs in fresh processes: its
-imports alone; plain, with an empty cache of jax; again, with that cache; two recordings; `prejit run` with
-every call traced, as it was before there were recorded calls; and `prejit run` without traces, where jax's
-own events are counted. With PREJIT_UNTRACED_TIMES=0 only what is compared runs.
-"""
+"""Start public JAX programs without tracing, and compare what they print with plain starts."""
 
 import ast
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from .campaign import (
-    ROOT,
-    facts,
-    figures_file,
-    machine_facts,
-    scratch_directory,
-    setting,
-    write_figures,
-)
+from . import campaign
+from .campaign import ROOT, setting
 
 PROGRAMS = sorted((ROOT / "benchmarks" / "programs").glob("*.py")) + sorted(
     (ROOT / "benchmarks" / "studies" / "recorded_programs").glob("*.py")
@@ -55,29 +37,23 @@ if "PREJIT_HOOK" in os.environ:  # the program's process, not that of `prejit ru
 
 def ran(command, directory, environment=()):
     """Run a command to its end. Return its output, errors, and seconds of wall and CPU time."""
-    began = time.monotonic()
-    with open(directory / "out", "w+b") as out, open(directory / "err", "w+b") as err:
-        unwanted = ("JAX_", "XLA_FLAGS", "PREJIT_HOOK")
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
-        if not setting("UNTRACED_TIMES", 1):  # compiling is most of the work
-            kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-        kept |= {
-            "PYTHONHASHSEED": "0",
-            "PREJIT_RUNTIME_CACHE": str(directory / "unpacked"),
-            **dict(environment),
-        }
-        child = subprocess.Popen(command, stdout=out, stderr=err, cwd=directory, env=kept)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        err.seek(0)
-        return {
-            "status": child.returncode,
-            "output": out.read().decode(),
-            "errors": err.read().decode(),
-            "seconds": round(time.monotonic() - began, 2),
-            "cpu": round(usage.ru_utime + usage.ru_stime, 2),
-        }
+    unwanted = ("JAX_", "XLA_FLAGS", "PREJIT_HOOK")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+    if not setting("UNTRACED_TIMES", 1):  # compiling is most of the work
+        kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    kept |= {"PYTHONHASHSEED": "0", "PREJIT_RUNTIME_CACHE": str(directory / "unpacked")}
+    began, before = time.monotonic(), os.times()
+    options = {"cwd": directory, "env": kept | dict(environment)}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    after = os.times()
+    cpu = after.children_user + after.children_system
+    return {
+        "status": done.returncode,
+        "output": done.stdout,
+        "errors": done.stderr,
+        "seconds": round(time.monotonic() - began, 2),
+        "cpu": round(cpu - before.children_user - before.children_system, 2),
+    }
 
 
 def imports_of(program):
@@ -92,9 +68,9 @@ def imports_of(program):
     return "\n".join(map(ast.unparse, nodes)), versions
 
 
-def campaign(program, directory):
+def run_program(program, directory):
     """Run a program in all ways. Return and print its figures, with what is wrong about it."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir()
     command = (sys.executable, str(program))
     if "sys.argv" in program.read_text():
         command += (str(directory / "checkpoint"),)
@@ -106,14 +82,11 @@ def campaign(program, directory):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     bundle = str(directory / "bundle")
-    if not (directory / "recording.json").exists():
-        shutil.rmtree(bundle, ignore_errors=True)
     record = (*PREJIT, "record", "--untraced", "-o", bundle, "--", *command)
     report, events = directory / "report", directory / "events"
-    report.unlink(missing_ok=True)
     start = (*PREJIT, "run", bundle, "--report")
     site = directory / "site"
-    site.mkdir(exist_ok=True)
+    site.mkdir()
     (site / "sitecustomize.py").write_text(COUNTER.replace("FILE", repr(str(events))))
     ways = {
         "plain": (command, cache),
@@ -128,12 +101,7 @@ def campaign(program, directory):
         ways = dict(list(ways.items())[:4])
     found = {}
     for way, (line, environment) in ways.items():
-        kept = directory / f"{way.replace(' ', '-')}.json"
-        if kept.exists():  # of a campaign that was ended; without the directory none is left
-            found[way] = json.loads(kept.read_text())
-            continue
         found[way] = ran(line, directory, environment)
-        kept.write_text(json.dumps(found[way], indent=1))
         if found[way]["status"] != 0:
             break
     told = json.loads(report.read_text()) if report.exists() else {}
@@ -152,7 +120,6 @@ def campaign(program, directory):
 
 
 def wrongs(found):
-    """Return what is wrong in the runs of a program, a line each."""
     plain = found["plain"]["output"]
     lines = []
     for way, each in found.items():
@@ -166,15 +133,8 @@ def wrongs(found):
 
 
 def table(figures):
-    """Return the figures as a table of Markdown."""
-    head = (
-        "program",
-        "libraries",
-        "untraced",
-        "traces, lowerings, compiles",
-        "traced, and why",
-        "wrong",
-    )
+    head = ("program", "libraries", "untraced")
+    head += ("traces, lowerings, compiles", "traced, and why", "wrong")
     rows = [(*head, *(f"{way}, s (CPU s)" for way in WAYS)), ("---",) * (len(head) + len(WAYS))]
     for name, each in figures.items():
         events = "?" if each["events"] is None else ", ".join(map(str, each["events"].values()))
@@ -190,22 +150,17 @@ def table(figures):
 
 
 def main():
-    """Run the programs that the command line names, or all."""
     known = {each.stem: each for each in PROGRAMS}
     chosen = [known[name] for name in sys.argv[1:] or known]
-    place, before = os.environ.get("PREJIT_UNTRACED_DIRECTORY"), machine_facts()
-    with scratch_directory() as scratch, ThreadPoolExecutor(setting("UNTRACED_JOBS", 1)) as pool:
-        root = Path(place) if place else scratch
-        runs = {each.stem: pool.submit(campaign, each, root / each.stem) for each in chosen}
-        figures = {}
-        for name, run in runs.items():
-            figures[name] = run.result()
+    before = campaign.machine_facts()
+    with campaign.scratch_directory() as root:
+        figures = {each.stem: run_program(each, root / each.stem) for each in chosen}
     print(table(figures))
-    file = figures_file("untraced_programs")
+    file = campaign.figures_file("untraced_programs")
     kept = json.loads(file.read_text())["programs"] if file.exists() else {}
     programs = dict(sorted({**kept, **figures}.items()))
-    made = {**facts("jax", "jaxlib", "kernel"), **before, "programs": programs}
-    write_figures("untraced_programs", made)
+    made = {**campaign.facts("jax", "jaxlib", "kernel"), **before, "programs": programs}
+    campaign.write_figures("untraced_programs", made)
 
 
 if __name__ == "__main__":
