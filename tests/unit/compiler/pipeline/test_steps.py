@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from tests import own_decoders, quick_compiling
 from tests.decoders import write_random
+from tests.encoders import bert_config
 from tests.extent import sampled
 from tests.parity.encoder_cases import Case
 
@@ -34,7 +35,7 @@ from prejit.compiler.pipeline.lower.program_lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden_answers, golden_child
 from prejit.compiler.pipeline.pack import bundle_files, model_layers
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.pipeline.workspace import UserCode, Workspace
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store import prejit_code
 from prejit.compiler.store.directory_store import DirectoryStore
@@ -42,16 +43,12 @@ from prejit.compiler.store.directory_store import DirectoryStore
 ROOT = Path(__file__).parents[4]
 STORING = (
     # What keeps results decides none.
-    "prejit.compiler.store.",
-    "prejit.compiler.progress",
-    "prejit.runtime.base.files",
-    "prejit.runtime.base.written_files",
+    *("prejit.compiler.store.", "prejit.compiler.progress"),
+    *("prejit.runtime.base.files", "prejit.runtime.base.written_files"),
     # The digests of a checkpoint's files are in the key, and do not change what is read.
     "prejit.compiler.pipeline.published_files",
     # What runs the user's code apart from other code, and notes what it reads, decides no result.
-    "prejit.compiler.lowering.user.observing",
-    "prejit.compiler.lowering.user.observer",
-    "prejit.compiler.lowering.user.modules",
+    *(f"prejit.compiler.lowering.user.{name}" for name in ("observing", "observer", "modules")),
     "prejit.compiler.manifest.manifest",
 )
 BESIDE = {
@@ -59,15 +56,11 @@ BESIDE = {
     "PACKING": ("WEIGHTS", "OWN_WEIGHTS")
 }
 SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [24]\n"
-ENCODER = {
-    **{"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 30, "hidden_size": 24},
-    **{"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40},
-    **{"max_position_embeddings": 40, "type_vocab_size": 2},
-}
+SOURCE = '[model]\nsource = "model"\n'
 MANIFESTS = {
-    "decoder": f'[model]\nsource = "model"\ndtype = "int8"\n{SIZES}',
-    "mesh": f'[model]\nsource = "model"\n{SIZES}[mesh]\ntensor = 3\n',
-    "encoder": '[model]\nsource = "model"\ndtype = "bfloat16"\n[encode]\nshapes = [[1, 8]]\n',
+    "decoder": f'{SOURCE}dtype = "int8"\n{SIZES}',
+    "mesh": f"{SOURCE}{SIZES}[mesh]\ntensor = 3\n",
+    "encoder": f'{SOURCE}dtype = "bfloat16"\n[encode]\nshapes = [[1, 8]]\n',
     "own": f'[model]\nmodule = "own_decoders:nnx_decoder"\ndtype = "int8"\n{SIZES}',
 }
 PUBLISHED = {"LOWERING", "PACKING", "WEIGHTS", "ACCURACY", "COMPILING", "GOLDEN"}
@@ -132,8 +125,7 @@ def watched(step, function):
 
 
 def main(manifest_file, output):
-    asked = []
-    questions = []
+    asked, questions = [], []
     compile_in_worker, start = worker_process.WorkerProcess._ask, golden_answers.run_child
 
     def compile_twice(worker, request, seconds):
@@ -155,8 +147,7 @@ def main(manifest_file, output):
 
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
-        read = workspace.read_model(manifest, plan.model)
-        space = Workspace(plan, lambda: read, UserCode, store, Quiet(), lambda: None)
+        space = Workspace.of(plan, store, Quiet())
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
                 lower_native(space, program)
@@ -183,7 +174,7 @@ def test_no_step_runs_code_that_its_digest_lacks(kind, tmp_path):
     if kind == "own":
         shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
     elif kind == "encoder":
-        case = Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True)
+        case = Case("tiny", bert_config(), 7, pooling=("mean_tokens",), normalize=True)
         case.write(tmp_path / "model")
     else:
         write_random("gpt2", tmp_path / "model")

@@ -43,9 +43,10 @@ def test_why_tells_each_ingredient_that_differs_from_the_nearest_of_the_last_key
     assert why(new, OLD).endswith("xla_flags: '' -> absent")
     assert why(None, OLD) == "first build of this program"
     assert why(OLD, OLD) == "its last result is gone from the cache, or was damaged"
-    new = Key("compile", "p", (("jaxlib", "2"), ("stablehlo", "x"), ("xla_flags", "")))
-    far = Key("compile", "p", (("jaxlib", "1"), ("stablehlo", "y"), ("xla_flags", "")))
-    near = Key("compile", "p", (("jaxlib", "1"), ("stablehlo", "x"), ("xla_flags", "")))
+    new, far, near = (
+        Key("compile", "p", (("jaxlib", jaxlib), ("stablehlo", program), ("xla_flags", "")))
+        for jaxlib, program in (("2", "x"), ("1", "y"), ("1", "x"))
+    )
     assert nearest((far, near), new) == near
-    assert why(nearest((far, near), new), new) == "jaxlib: 1 -> 2"
+    assert why(near, new) == "jaxlib: 1 -> 2"
     assert nearest((), new) is None

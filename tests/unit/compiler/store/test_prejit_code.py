@@ -14,20 +14,15 @@ from prejit.compiler.store.prejit_code import KnownDigests, code_digest
 from prejit.compiler.store.source_file import definitions
 from prejit.runtime.base.files import digest_of
 
-READ = cache(definitions)
-"""Reads each text once in all tests."""
+
+def forget():
+    cached = ("code_digest", "reached", "_known", "_content", "_links", "_module", "_is_module")
+    for name in cached:
+        getattr(prejit_code, name).cache_clear()
 
 
-@pytest.fixture
-def copied(tmp_path_factory):
-    at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
-    return {
-        name: Path(shutil.copytree(root, at / name, ignore=unwanted))
-        for name, root in prejit_code._ROOTS.items()
-    }
-
-
-def changed(module, how):
+def edit(module, how):
+    """Change the source of a module, in a copy of ours or in a small one."""
     file = prejit_code._file(module)
     before = file.read_text()
     assert how(before) != before, "the edit changes nothing"
@@ -36,21 +31,22 @@ def changed(module, how):
 
 
 @pytest.fixture
-def edit(copied, monkeypatch):
-    """Changes the source of a module, in a copy of ours."""
-    monkeypatch.setattr(prejit_code, "_ROOTS", copied)
-    monkeypatch.setattr(prejit_code, "definitions", READ)
+def forgotten():
     forget()
-    yield changed
+    yield
     forget()
 
 
-def forget():
-    for cached in (
-        *(prejit_code.code_digest, prejit_code.reached, prejit_code._known),
-        *(prejit_code._content, prejit_code._links, prejit_code._module, prejit_code._is_module),
-    ):
-        cached.cache_clear()
+@pytest.fixture
+def copied(tmp_path, monkeypatch, forgotten):
+    """A copy of our sources."""
+    unwanted = shutil.ignore_patterns("*.so", "*.pyc")
+    roots = {
+        name: Path(shutil.copytree(root, tmp_path / name, ignore=unwanted))
+        for name, root in prejit_code._ROOTS.items()
+    }
+    monkeypatch.setattr(prejit_code, "_ROOTS", roots)
+    monkeypatch.setattr(prejit_code, "definitions", cache(definitions))  # reads each text once
 
 
 STEPS = {
@@ -87,22 +83,17 @@ CHANGES = [
 """What decides results makes them again, and no others."""
 
 
-def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(edit):
+@pytest.mark.usefixtures("copied")
+def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else():
     before = {name: code_digest(*roots) for name, roots in STEPS.items()}
     for place, steps in CHANGES:
-        module, _, name = place.partition(":")
+        module, _, name = f"prejit.{place}".partition(":")
         line = f"{name} = {name}" if name else "print(1)"
-        edit(f"prejit.{module}", lambda source, line=line: f"{source}\n{line}\n")
-        assert not name or f"prejit.{place}" in defined(f"prejit.{module}"), f"{place} is gone"
+        edit(module, lambda source, line=line: f"{source}\n{line}\n")
+        assert not name or len(prejit_code._module(module).named[name]) == 2, f"{place} is gone"
         after = {name: code_digest(*roots) for name, roots in STEPS.items()}
         assert {step for step in STEPS if after[step] != before[step]} == steps, place
         before = after
-
-
-def defined(module):
-    """The names that a module defines twice: of which an edit added the second."""
-    named = prejit_code._module(module).named
-    return {f"{module}:{name}" for name, found in named.items() if len(found) == 2}
 
 
 MAIN, HELPER, OTHER = (f"prejit.compiler.{name}" for name in ("main", "base.helper", "base.other"))
@@ -125,15 +116,13 @@ SOURCES = {
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
+def package(tmp_path, monkeypatch, forgotten):
     monkeypatch.setattr(prejit_code, "_ROOTS", {"prejit.compiler": tmp_path})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "__init__.py").touch()
     for name, source in SOURCES.items():
         prejit_code._file(name).write_text(textwrap.dedent(source))
-    forget()
-    yield changed
-    forget()
+    return edit
 
 
 def replaced(old, new):
@@ -155,17 +144,15 @@ def test_prose_changes_no_digest(package):
 
 
 def test_all_that_runs_changes_the_digest(package):
-    found = {code_digest(MAIN)}
-    for number, (module, old, new) in enumerate(
-        (
-            *((MAIN, "x < 0", "x < 1"), (MAIN, '"text"', '"texts"'), (HELPER, "2 *", "3 *")),
-            *((MAIN, "ValueError", "TypeError"), (MAIN, "base.helper", "base.other")),
-            (MAIN, "    return", "return"),
-        )
+    found = [code_digest(MAIN)]
+    for module, old, new in (
+        *((MAIN, "x < 0", "x < 1"), (MAIN, '"text"', '"texts"'), (HELPER, "2 *", "3 *")),
+        *((MAIN, "ValueError", "TypeError"), (MAIN, "base.helper", "base.other")),
+        (MAIN, "    return", "return"),
     ):
         package(module, replaced(old, new))
-        found.add(code_digest(MAIN))
-        assert len(found) == number + 2, new
+        assert code_digest(MAIN) not in found, new
+        found.append(code_digest(MAIN))
 
 
 def test_what_an_import_runs_is_in_all_digests_but_not_where_a_module_is(package):
@@ -225,8 +212,8 @@ def sources(tmp_path, monkeypatch):
     return {"prejit.code": tmp_path / "code"}
 
 
-def test_new_sources_or_a_file_of_others_are_not_believed(sources, runtime_cache, monkeypatch):
-    """A second change could leave the same times."""
+def test_what_may_be_wrong_is_not_believed(sources, runtime_cache, monkeypatch):
+    """New sources, whose second change could leave the same times; a file of others; a damaged one."""
     with monkeypatch.context() as patch:
         patch.setattr(prejit_code, "SETTLED_SECONDS", 60.0)
         KnownDigests(sources).keep("step", DIGEST)
@@ -235,11 +222,7 @@ def test_new_sources_or_a_file_of_others_are_not_believed(sources, runtime_cache
     [file] = runtime_cache.rglob("*.json")
     file.chmod(0o666)
     assert KnownDigests(sources).get("step") is None
-
-
-def test_a_source_that_changed_or_a_damaged_file_ends_all(sources, runtime_cache):
-    KnownDigests(sources).keep("step", DIGEST)
-    [file] = runtime_cache.rglob("*.json")
+    file.chmod(0o600)
     held = json.loads(file.read_bytes())
     wrong = {**held, "digests": {"step": "sha256:0"}}, {**held, "sources": "0"}
     for content in (b"", b"[]", *(json.dumps(each).encode() for each in wrong)):
@@ -247,6 +230,9 @@ def test_a_source_that_changed_or_a_damaged_file_ends_all(sources, runtime_cache
         assert KnownDigests(sources).get("step") is None
         KnownDigests(sources).keep("step", DIGEST)
         assert KnownDigests(sources).get("step") == DIGEST
+
+
+def test_a_source_that_changed_ends_all(sources, runtime_cache):
     code = sources["prejit.code"]
 
     def rewrite_with_its_old_times():
