@@ -1,16 +1,14 @@
 """Manifests: what is right is read as it was meant, and what is wrong is told with its place."""
 
+import copy
 import json
 import os
 import re
-import string
 import tomllib
 from dataclasses import fields
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.extent import ALL, examples, one_in
+from tests.extent import ALL, one_in
 
 from prejit.compiler.manifest.manifest import Generate
 from prejit.compiler.manifest.manifest_tables import SECTIONS
@@ -92,8 +90,9 @@ def test_a_good_manifest_says_what_it_means(directory):
     assert program.expand() == (({"batch": 1}, {}), ({"batch": 8}, {}))
     text = GOOD.replace(", 128]", ", {length}]").replace("[8, 1] }", "[8, 1], length = [32, 64] }")
     (program,) = read(directory, text).programs
-    sizes = [tuple(bucket.values()) for bucket, _ in program.expand()]
-    assert sizes == [(1, 32), (1, 64), (8, 32), (8, 64)]
+    assert [bucket for bucket, _ in program.expand()] == [
+        {"batch": batch, "length": length} for batch in (1, 8) for length in (32, 64)
+    ]
     text = GOOD.replace("{batch}, ", "").replace("buckets = { batch = [8, 1] }\n", "")
     assert read(directory, text).programs[0].expand() == (({}, {}),)
     assert manifest.targets == (target("cpu-x86-64-v3"),)
@@ -141,8 +140,6 @@ source = "demo-model"\ndtype = "float32"\n\n[generate]\n => module = "m:m"\n[gen
     7: mesh: expected none beside model.dtype int4: words of 8 values are not split
 "float32"\n => "float16"\n
     6: model.dtype: expected "float32", "bfloat16", "int8" or "int4"; found "float16" (did you mean "bfloat16"?)
-context = [128] => context = [128]\ncache_dtype = "int9"
-    12: generate.cache_dtype: expected "float32", "bfloat16" or "int8"; found "int9" (did you mean "int8"?)
 "float32"\n => "int8"\nevaluation = "LICENCE"\n
     7: model.evaluation: expected a file at "LICENCE", ... ; found none (did you mean "LICENSE"?)
 "float32"\n => "int8"\naccuracy = false\nevaluation = "LICENSE"\n
@@ -162,9 +159,8 @@ context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\nsource = "demo"\n
     15: draft.dtype: expected "float32", "bfloat16", "int8" or "int4"; found "int9" (did you mean "int8"?)
 context = [128] => context = [128]\n[draft]\nsource = "demo-model"
     8: generate.draft_tokens: expected 1 or more, such as 4, beside [draft], ... ; found 0
-context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\ntokens = 4
+context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\ndtype = "int8"
     13: draft.source: missing; expected a directory, or a .gguf file, or "hf://org/name@revision"
-    14: draft.tokens: unknown key; allowed: source, dtype
 context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\nsource = "demo-model"\n[mesh]\ntensor = 2
     13: draft: expected none beside [mesh]: a draft model runs on one device
 source = "demo-model" => module = "m:m"\n[draft]\nsource = "demo-model"
@@ -337,22 +333,14 @@ def test_a_shape_string_has_a_dtype_of_jax_and_sizes():
     assert of_jax - refused == set(DTYPES)
 
 
-def toml_value(value):
+def toml(value):
+    """A value as TOML, whose tables are inline."""
     if isinstance(value, dict):
-        pairs = (f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
+        pairs = (f"{json.dumps(key)} = {toml(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
+        return "[" + ", ".join(map(toml, value)) + "]"
     return json.dumps(value)
-
-
-def toml_key(key):
-    bare = key and not set(key) - set(string.ascii_letters + string.digits + "_-")
-    return key if bare else json.dumps(key)
-
-
-def toml(data):
-    return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in data.items())
 
 
 ODD = (-1, 1.5, True, "x", "\0", "a/\0/*", "x" * 5000, "fifo", "/dev/zero", [], {}, {"a": [1]})
@@ -360,26 +348,16 @@ ODD = (-1, 1.5, True, "x", "\0", "a/\0/*", "x" * 5000, "fifo", "/dev/zero", [], 
 
 @pytest.mark.parametrize("section", one_in(3, SECTIONS))
 def test_a_key_with_any_value_is_read_or_refused(directory, section):
+    more = {"encode": {"shapes": [[1, 4]]}, "mesh": {}, "slo": {}, "adapters": {}}
+    more["draft"] = {"source": "checkpoint"}
+    more["library"] = [{"path": "LICENSE", "handlers": {"a": "b"}}]
     for place, key in enumerate(fields(SECTIONS[section][0])):
-        more = {"encode": {"shapes": [[1, 4]]}, "mesh": {}, "slo": {}, "adapters": {}}
-        more["draft"] = {"source": "checkpoint"}
-        more["library"] = [{"path": "LICENSE", "handlers": {"a": "b"}}]
-        whole = {**tomllib.loads(GOOD), **more}
+        whole = copy.deepcopy({**tomllib.loads(GOOD), **more})
         table = whole[section][0] if isinstance(whole[section], list) else whole[section]
         values = [value for odd in ODD for value in (odd, [odd], {"a": [odd]})]
         for value in values if ALL else values[place % 8 :: 8]:
             table[key.name] = value
-            read_or_refuse(directory, toml(whole))
-
-
-@given(
-    at=st.integers(0, len(GOOD)),
-    length=st.integers(0, 12),
-    inserted=st.text("[]{}\"'=.,#\n\\ab1-\0\N{EURO SIGN}", max_size=4),
-)
-@settings(max_examples=examples(60, 300), deadline=None)
-def test_a_damaged_text_is_refused(directory, at, length, inserted):
-    read_or_refuse(directory, GOOD[:at] + inserted + GOOD[at + length :])
+            read_or_refuse(directory, "".join(f"{name} = {toml(whole[name])}\n" for name in whole))
 
 
 def test_lines_of_keys_are_found_in_every_kind_of_toml():
@@ -404,12 +382,7 @@ q = "[\\"]"
 '''
     lines = key_lines(text)
     assert {path: lines[path] for path in lines if path[-1] in ("b", "e", "f", "g", "v", "q")} == {
-        ("a", "b"): 2,
-        ("c d", "e"): 4,
-        ("c d", "e", 1, "f"): 6,
-        ("c d", "e", 1, "g"): 6,
-        ("t", "u", "v"): 10,
-        ("t", "w", 1, "z", "q"): 17,
+        **{("a", "b"): 2, ("c d", "e"): 4, ("c d", "e", 1, "f"): 6, ("c d", "e", 1, "g"): 6},
+        **{("t", "u", "v"): 10, ("t", "w", 1, "z", "q"): 17},
     }
-    assert lines["t", "w", 1] == 13
-    assert lines["t", "w", 1, "y", 1, 1] == 15
+    assert (lines["t", "w", 1], lines["t", "w", 1, "y", 1, 1]) == (13, 15)

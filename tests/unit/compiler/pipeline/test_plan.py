@@ -154,8 +154,8 @@ def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
 def test_a_plan_needs_no_network(tmp_path, monkeypatch):
     import huggingface_hub
 
-    def snapshot(repository, **options):
-        assert options["local_files_only"], "it asked the Hub"
+    def snapshot(repository, *, local_files_only, **options):
+        assert local_files_only, "it asked the Hub"
         raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)

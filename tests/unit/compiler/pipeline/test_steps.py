@@ -5,7 +5,6 @@ As a program, `python -m` this module MANIFEST OUTPUT, it builds and writes ran.
 """
 
 import contextlib
-import functools
 import inspect
 import io
 import json
@@ -35,7 +34,7 @@ from prejit.compiler.pipeline.lower.program_lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden_answers, golden_child
 from prejit.compiler.pipeline.pack import bundle_files, model_layers
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.pipeline.workspace import Workspace
+from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store import prejit_code
 from prejit.compiler.store.directory_store import DirectoryStore
@@ -64,12 +63,9 @@ MANIFESTS = {
     "own": f'[model]\nmodule = "own_decoders:nnx_decoder"\ndtype = "int8"\n{SIZES}',
 }
 PUBLISHED = {"LOWERING", "PACKING", "WEIGHTS", "ACCURACY", "COMPILING", "GOLDEN"}
-RUN = {
-    "decoder": PUBLISHED,
-    "mesh": PUBLISHED - {"ACCURACY"},
-    "encoder": PUBLISHED,
-    "own": {"PACKING", "OWN_WEIGHTS", "OWN_ACCURACY", "COMPILING", "GOLDEN"},
-}
+RUN = {kind: PUBLISHED for kind in ("decoder", "encoder")}
+RUN["mesh"] = PUBLISHED - {"ACCURACY"}
+RUN["own"] = {"PACKING", "OWN_WEIGHTS", "OWN_ACCURACY", "COMPILING", "GOLDEN"}
 ran = {}
 """The code that ran, by step and module."""
 WITHIN = (
@@ -89,9 +85,7 @@ WITHIN = (
 @contextlib.contextmanager
 def watching(step):
     """Notes what code of prejit runs, in threads that start meanwhile too."""
-    found = ran.setdefault(step, {})
-    before = sys.getprofile()
-
+    found, before = ran.setdefault(step, {}), sys.getprofile()
     seen = {}  # by id: equal code of two modules is two functions
 
     def note(frame, event, _):
@@ -115,15 +109,6 @@ def watching(step):
         threading.setprofile(before)
 
 
-def watched(step, function):
-    @functools.wraps(function)
-    def run_watched(*args, **options):
-        with watching(step):
-            return function(*args, **options)
-
-    return run_watched
-
-
 def main(manifest_file, output):
     asked, questions = [], []
     compile_in_worker, start = worker_process.WorkerProcess._ask, golden_answers.run_child
@@ -138,7 +123,8 @@ def main(manifest_file, output):
         return start(command, content, **options)
 
     for step, place, name in WITHIN:
-        setattr(place, name, watched(step, getattr(place, name)))
+        # A context manager of contextlib decorates functions, too.
+        setattr(place, name, watching(step)(getattr(place, name)))
     worker_process.WorkerProcess._ask = compile_twice
     golden_answers.run_child = answer_twice
     manifest, store = read_manifest(manifest_file), DirectoryStore.open(output / "cache")
@@ -147,7 +133,8 @@ def main(manifest_file, output):
 
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
-        space = Workspace.of(plan, store, Quiet())
+        read = workspace.read_model(manifest, plan.model)
+        space = Workspace(plan, lambda: read, UserCode, store, Quiet(), lambda: None)
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
                 lower_native(space, program)
@@ -162,10 +149,11 @@ def main(manifest_file, output):
     (output / "ran.json").write_text(json.dumps(said))
 
 
-def code_of(step):
-    """The names of the code that is in the digest of a step, by module."""
-    found = prejit_code.reached(*getattr(prejit_code, step))
-    return {module: {n for each in of for n in each.names} for module, of in found.items()}
+def code_of(steps):
+    """The names of the code that is in the digests of steps, as module:name."""
+    found = (prejit_code.reached(*getattr(prejit_code, step)) for step in steps)
+    parts = (part for each in found for part in each.items())
+    return {f"{module}:{n}" for module, of in parts for each in of for n in each.names}
 
 
 @pytest.mark.thorough
@@ -191,14 +179,9 @@ def test_no_step_runs_code_that_its_digest_lacks(kind, tmp_path):
     ran = json.loads((tmp_path / "ran.json").read_text())
     assert ran.keys() == RUN[kind]
     for step, modules in ran.items():
-        digested = [code_of(each) for each in (step, *BESIDE.get(step, ()))]
-        outside = {
-            f"{module}:{name}"
-            for module, names in modules.items()
-            for name in names
-            if not module.startswith(STORING)
-            and not any(name in each.get(module, ()) for each in digested)
-        }
+        seen = {f"{module}:{name}" for module, names in modules.items() for name in names}
+        outside = seen - code_of((step, *BESIDE.get(step, ())))
+        outside = {each for each in outside if not each.startswith(STORING)}
         assert not outside, f"{step} runs what its digest lacks (prejit.compiler.store.prejit_code)"
 
 

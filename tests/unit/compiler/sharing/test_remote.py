@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from tests.extent import one_in
@@ -156,30 +156,6 @@ def test_who_makes_a_damaged_result_again_replaces_it(connect, files, tmp_path, 
         assert notes == []
 
 
-def test_one_machine_has_the_lease_until_it_gives_it_back(connect):
-    """Two machines that hold one lease compile the same program. Making room takes no lease in use."""
-    machines = [Leases(Tier(connect()), f"machine {number}", 3600.0) for number in range(4)]
-    held = dict[int, object]()
-    try:
-        in_threads(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
-        [owner] = [number for number, each in held.items() if each is not None]
-        other = machines[owner - 1]
-        assert other.take(KEY) is None
-        place = connect()
-        evicts = place.remove(CAS)
-        if evicts:
-            place.write(f"cas/{'a' * 64}", b"content")
-            found = evict(connect(), 0)
-            assert (found.removed, found.kept) == (1, 1)
-            assert other.take(KEY) is None
-        machines[owner].close()
-        assert not evicts or evict(connect(), 0).kept == 0
-        assert other.take(KEY) is not None
-    finally:
-        for each in machines:
-            each.close()
-
-
 def test_a_slow_store_still_gives_a_file_to_one(monkeypatch):
     """Every write takes longer than the time that machines wait for each other's."""
     monkeypatch.setattr(remote_module, "SETTLE_SECONDS", 0.01)
@@ -215,15 +191,15 @@ def test_a_request_that_fails_is_tried_again(monkeypatch):
     store = Patient(place)
     store.write("cas/x", io.BytesIO(b"content"))
     assert place.files == {"cas/x": b"content"}
-    for ask, expected in (
-        (lambda: store.read("cas/x", 100), b"content"),
-        (lambda: store.has("cas/x"), True),
-        (lambda: store.download("cas/x", got.extend), True),
-        (lambda: store.create("ac/x", b"mine"), True),
-        (lambda: store.remove("cas/x"), True),
+    for ask, given, expected in (
+        (store.read, ("cas/x", 100), b"content"),
+        (store.has, ("cas/x",), True),
+        (store.download, ("cas/x", got.extend), True),
+        (store.create, ("ac/x", b"mine"), True),
+        (store.remove, ("cas/x",), True),
     ):
         place.left = 2
-        assert ask() == expected
+        assert ask(*given) == expected
     assert got == b"content"
     assert (store.name, place.files) == ("memory://", {"ac/x": b"mine"})
     assert [each.path for each in store.listed()] == ["ac/x"]
@@ -252,20 +228,26 @@ def test_a_cut_download_goes_on(monkeypatch):
 
 
 @pytest.mark.parametrize("connect", ["directory", S3[0]], indirect=True)
-def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect):
+def test_making_room_takes_no_lease_in_use_and_none_that_one_in_use_follows(connect):
     """Without it a third machine would begin with the first lease, beside the owner of the second."""
+    place = connect()
+    place.write(CAS, b"content")
+    with closing(Leases(Tier(connect()), "first", 3600.0)) as first:
+        assert first.take(KEY) is not None
+        found = evict(place, 0)
+        assert (found.removed, found.kept) == (1, 1)
+    assert evict(place, 0).kept == 0
     dead, second, third = (Leases(Tier(connect()), name, 3600.0) for name in "abc")
-    assert dead.take(KEY) is not None
-    second._seconds = 0.0
-    second.take(KEY)  # now it has seen that nobody writes it
-    second._seconds = 3600.0
-    second._watched = {path: (content, -1e9) for path, (content, _) in second._watched.items()}
-    assert second.take(KEY) is not None
-    assert evict(connect(), 0).kept == 2
-    third._watched = dict(second._watched)
-    assert third.take(KEY) is None
-    for each in (dead, second, third):
-        each.close()
+    with closing(dead), closing(second), closing(third):
+        assert dead.take(KEY) is not None
+        second._seconds = 0.0
+        second.take(KEY)  # now it has seen that nobody writes it
+        second._seconds = 3600.0
+        second._watched = {path: (seen, -1e9) for path, (seen, _) in second._watched.items()}
+        assert second.take(KEY) is not None
+        assert evict(place, 0).kept == 2
+        third._watched = dict(second._watched)
+        assert third.take(KEY) is None
 
 
 def test_the_command_makes_room(tmp_path, capsys):
