@@ -21,6 +21,7 @@ from prejit.compiler.pipeline import result_keys
 from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
+from prejit.compiler.pipeline.model import read_model
 from prejit.compiler.pipeline.plan import (
     Native,
     PlanOptions,
@@ -258,8 +259,8 @@ def test_latents_are_not_kept_in_int8(tmp_path):
 
     def model_of(dtype):
         line = f'cache_dtype = "{dtype}"'
-        latent = Planned(tmp_path, tmp_path / "latent", "cpu-host", context=8, generate=line)
-        return latent.space.model()
+        plan = Planned(tmp_path, tmp_path / "latent", "cpu-host", context=8, generate=line).plan
+        return read_model(plan.manifest, plan.model)
 
     expected = r"generate.cache_dtype: expected float32 or .*deepseek"
     with pytest.raises(ManifestError, match=expected):
