@@ -2,7 +2,6 @@
 
 import io
 import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 
@@ -12,9 +11,9 @@ from tests.waiting import wait_for
 from prejit.compiler.cluster import cluster_executor
 from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 from prejit.compiler.cluster.connection import Ended, Size, check_address
-from prejit.compiler.cluster.node import Order, bring, inputs_of, open_exchange, send
+from prejit.compiler.cluster.node import bring, inputs_of, open_exchange, send
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.schedule import Loss, Need
+from prejit.compiler.compile.schedule import Loss
 from prejit.compiler.compile.stored_executables import find_compiled
 from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.store.build_cache_key import Key
@@ -26,7 +25,6 @@ from prejit.runtime.errors import BuildError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
 EXACT = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
-Behave = Callable[[Order], Ended | None]
 
 
 def compiled_by(store, order):
@@ -38,37 +36,31 @@ def compiled_by(store, order):
     return Ended(order.attempt, body={"result": compiled.to_plain(), "node": "node7"})
 
 
-@dataclass
 class FakeCluster:
     """Stands for `RayConnection`: one core, and an answer to each order at the next `wait`; None: never."""
 
-    behave: Behave
-    addresses: frozenset[str] = frozenset({"127.0.0.1"})
-    orders: list[Order] = field(default_factory=list)
-    needs: list[Need] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)
-    is_closed: bool = False
-    broken: bool = False
-
-    def __post_init__(self):
-        self._answers = []
+    def __init__(self, behave, address="127.0.0.1"):
+        self.behave = behave
+        self.address = address
+        self.orders = []
+        self.answers = []
+        self.is_closed = self.broken = False
 
     def size(self):
-        return Size(4, 4, 1 << 40, self.addresses)
+        return Size(4, 4, 1 << 40, frozenset({self.address}))
 
     def start(self, order, need):
         self.orders.append(order)
-        self.needs.append(need)
         if (answer := self.behave(order)) is not None:
-            self._answers.append(answer)
+            self.answers.append(answer)
 
     def cancel(self, attempt):
-        self.cancelled.append(attempt)
+        pass
 
     def wait(self, seconds):
         if self.broken:
             raise ConnectionError("gone")
-        found, self._answers = self._answers, []
+        found, self.answers = self.answers, []
         if not found:
             time.sleep(0.01)
         return found
@@ -122,16 +114,15 @@ def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site):
 
 def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site):
     error = {"code": BuildError.code, "message": "no such operation", "hint": "change it"}
-    for ended, said, hint in (
-        ({"body": {"error": error}}, "p for cpu-x86-64-v3: no such operation", "change it"),
-        ({"loss": Loss.WORKER}, "2 attempts ended without an answer", "--executor local"),
+    for ended, count, said, hint in (
+        ({"body": {"error": error}}, 1, "p for cpu-x86-64-v3: no such operation", "change it"),
+        ({"loss": Loss.WORKER}, 2, "2 attempts ended without an answer", "--executor local"),
     ):
         cluster = FakeCluster(lambda order, ended=ended: Ended(order.attempt, **ended))
-        with site.executor(cluster) as executor:
-            with pytest.raises(BuildError, match=said) as caught:
-                executor.submit(site.job("p")).result(60)
+        with site.executor(cluster) as executor, pytest.raises(BuildError, match=said) as caught:
+            executor.submit(site.job("p")).result(60)
         assert hint in caught.value.hint
-        assert len(cluster.orders) == (1 if "body" in ended else 2)
+        assert len(cluster.orders) == count
 
 
 def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site):
@@ -152,10 +143,11 @@ def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site):
 
 
 def test_other_machines_exchange_all_through_a_shared_store(site, tmp_path):
-    cluster = FakeCluster(lambda order: None, addresses=frozenset({"192.0.2.99"}))
-    with site.executor(cluster) as executor:
-        with pytest.raises(UsageError, match=r"expected a shared store.*192\.0\.2\.99"):
-            executor.submit(site.job("p"))
+    elsewhere = "192.0.2.99"
+    cluster = FakeCluster(lambda order: None, elsewhere)
+    said = r"expected a shared store.*192\.0\.2\.99"
+    with site.executor(cluster) as executor, pytest.raises(UsageError, match=said):
+        executor.submit(site.job("p"))
     assert cluster.is_closed
     shared, node = str(tmp_path / "shared"), DirectoryStore.open(tmp_path / "node")
     remote = open_exchange(shared)
@@ -168,8 +160,7 @@ def test_other_machines_exchange_all_through_a_shared_store(site, tmp_path):
         send(remote, node, answer.body["result"]["executable"]["digest"])
         return answer
 
-    cluster = FakeCluster(behave, addresses=frozenset({"192.0.2.99"}))
-    with site.executor(cluster, shared) as executor:
+    with site.executor(FakeCluster(behave, elsewhere), shared) as executor:
         found = executor.submit(site.job("p")).result(60)
     assert site.store.read_blob(found.executable.digest) == b"pp"
 
@@ -178,14 +169,9 @@ def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site):
     old = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.10.2", "jaxlib": "0.10.2"})
     job = replace(site.job("p"), toolchain=old)
     cluster = FakeCluster(lambda order: Ended(order.attempt, body={"other": "node7"}))
-    executor = site.executor(cluster)
-
-    def compile_here(job):
-        future = Future()
-        future.set_result("compiled here")
-        return future
-
-    site.patch.setattr(executor._here, "submit", compile_here)
+    executor, here = site.executor(cluster), Future()
+    here.set_result("compiled here")
+    site.patch.setattr(executor._here, "submit", lambda job: here)
     with executor:
         assert executor.submit(job).result(60) == "compiled here"
         assert executor.submit(replace(job, program="q")).result(60) == "compiled here"

@@ -28,7 +28,6 @@ from prejit.runtime.machine.fleet_machines import Machine, read_fleet
 
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}
 HOST = Fingerprint("cpu", "x86_64", LEVELS["v3"], "0.12.0.1", "Some CPU", 4, 1 << 34)
-DEFAULTS = {"xla_flags": (), "environment": ()}
 
 
 def device(target, **told):
@@ -41,13 +40,13 @@ def gpu(target="cuda-l4", **other):
     told = {"cuda": "13.0.96", "driver": "580.95.05", "device_count": 1}
     told["plugin"] = f"jax-cuda13-pjrt {other.get('jaxlib', HOST.jaxlib)}"
     told["compute_capability"] = catalogue()[target].compute_capability
-    return device(target, **{**told, **other})
+    return device(target, **told | other)
 
 
 def tpu(target="tpu-v5e", **other):
     known = catalogue()[target]
     told = {"device_count": known.device_count, "topology": known.topology}
-    return device(target, **{"plugin": "libtpu 0.0.50", **told, **other})
+    return device(target, plugin=other.pop("plugin", "libtpu 0.0.50"), **told | other)
 
 
 def cpu(level, odd, architecture, **other):
@@ -62,22 +61,16 @@ def needs(target, jaxlib="0.12.0.1", **other):
     return target, known.requirement(jaxlib, plugin=plugin, cuda=cuda, **other)
 
 
-def named(machines):
+def named(*machines):
     return tuple(Machine(f"m{i}", f"fleet/m{i}.json", m) for i, m in enumerate(machines))
 
 
-def save(machines, directory):
+def save(directory, *machines):
     for machine in machines:
         path = directory / f"{machine.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(to_json(machine.fingerprint) + b"\n")
     return directory
-
-
-def helped(report):
-    beyond = {name for group in report.beyond_help for name in group.machines}
-    lost = [machine for machine, verdict in report.verdicts if not verdict.matches]
-    return {each.name: each.fingerprint for each in lost if each.name not in beyond}
 
 
 JAXLIBS = st.sampled_from(["0.11.2", "0.12.0.1"])
@@ -101,26 +94,27 @@ PLUGINS = st.sampled_from(["libtpu 0.0.50", "libtpu 0.0.51"])
 SLICES = st.sampled_from(["tpu-v5e", "tpu-v5e-2x2", "tpu-v6e"])
 TPUS = st.builds(tpu, SLICES, jaxlib=JAXLIBS, plugin=PLUGINS)
 MACHINES = st.one_of(CPUS, CPUS, GPUS, TPUS)
-KNOWN = [needs(name, **DEFAULTS) for name in ("cpu-x86-64-v3", "cuda-h100", "tpu-v5e")]
-KNOWN.append(needs("cpu-x86-64-v4", "0.11.2", **DEFAULTS))
-KNOWN.append(needs("cuda-l4", device_memory_bytes=30_000_000_000, **DEFAULTS))
+KNOWN = [needs(name) for name in ("cpu-x86-64-v3", "cuda-h100", "tpu-v5e")]
+KNOWN.append(needs("cpu-x86-64-v4", "0.11.2"))
+KNOWN.append(needs("cuda-l4", device_memory_bytes=30_000_000_000))
 TARGETS = st.lists(st.sampled_from(KNOWN), min_size=1, unique_by=lambda target: target[0])
 
 
 @settings(max_examples=examples(50, 150), deadline=None)
 @given(TARGETS, st.lists(MACHINES, min_size=1, max_size=30))
 def test_with_what_is_advised_every_machine_matches(targets, machines):
-    report = explain_fleet(targets, named(machines))
+    fleet = named(*machines)
+    report = explain_fleet(targets, fleet)
     added = [(f"added-{i}", a.requirement) for i, a in enumerate(report.additions)]
-    again = explain_fleet([*targets, *added], named(machines))
     beyond = {name for group in report.beyond_help for name in group.machines}
-    for machine, verdict in again.verdicts:
+    lost = {machine.name for machine, verdict in report.verdicts if not verdict.matches}
+    for machine, verdict in explain_fleet([*targets, *added], fleet).verdicts:
         assert verdict.matches == (machine.name not in beyond)
     for addition in report.additions:
         assert addition.machines
+        assert lost - beyond >= {*addition.machines}
         for name in addition.machines:
-            machine = helped(report)[name]
-            assert compare("", addition.requirement, machine).matches
+            assert compare("", addition.requirement, machines[int(name[1:])]).matches
     assert sum(len(group.machines) for group in report.groups) == len(machines)
     names = [addition.table["name"] for addition in report.additions]
     jaxlibs = [addition.requirement.jaxlib for addition in report.additions]
@@ -130,8 +124,8 @@ def test_with_what_is_advised_every_machine_matches(targets, machines):
 def test_what_no_target_can_mend_is_told_by_its_axis_or_described_by_the_machine():
     """Rather than a target that is built for nothing."""
     targets = [
-        needs("cpu-x86-64-v4", "0.11.2", **DEFAULTS),
-        needs("cuda-h100", "0.11.2", device_memory_bytes=2_000_000_000, **DEFAULTS),
+        needs("cpu-x86-64-v4", "0.11.2"),
+        needs("cuda-h100", "0.11.2", device_memory_bytes=2_000_000_000),
     ]
     for machine, axis in (
         (gpu(driver="535.1"), "driver"),
@@ -139,18 +133,17 @@ def test_what_no_target_can_mend_is_told_by_its_axis_or_described_by_the_machine
         (tpu("tpu-v5e-2x2"), "topology"),
         (dataclasses.replace(HOST, jaxlib="0.12.0.dev1"), "jaxlib"),
     ):
-        report = explain_fleet(targets, named([machine]))
-        assert report.additions == ()
+        report = explain_fleet(targets, named(machine))
         [group] = report.beyond_help
-        assert [a.name for a in group.mismatches] == [axis]
-        assert group.machines == ("m0",)
+        found = [each.name for each in group.mismatches]
+        assert (report.additions, found, group.machines) == ((), [axis], ("m0",))
     # `prejit build` refuses the small one, and the machine's own board has the room.
-    targets = [needs("cuda-h100", device_memory_bytes=30_000_000_000, **DEFAULTS)]
+    targets = [needs("cuda-h100", device_memory_bytes=30_000_000_000)]
     machine = gpu("cuda-l4", device_kind="NVIDIA L40S", device_memory_bytes=48_000_000_000)
-    [addition] = explain_fleet(targets, named([machine])).additions
+    [addition] = explain_fleet(targets, named(machine)).additions
     assert addition.table == {"name": "m0", "fingerprint": "fleet/m0.json"}
     machine = gpu(device_kind="NVIDIA GeForce RTX 5090", compute_capability="12.0")
-    [addition] = explain_fleet([needs("cpu-x86-64-v3")], named([machine])).additions
+    [addition] = explain_fleet([needs("cpu-x86-64-v3")], named(machine)).additions
     assert "gpu = {" in (addition.note or "")
     assert tomllib.loads(addition.toml())["target"][0]["fingerprint"] == "fleet/m0.json"
 
@@ -170,7 +163,7 @@ def test_the_tables_are_targets_that_a_manifest_takes(tmp_path):
     ]
     names = [f'a "b" {i}/[{i}]' if i % 2 else f"cuda-l4/{i}" for i in range(len(machines))]
     directory, by_name = tmp_path / "fleet", dict(zip(names, machines, strict=True))
-    save([Machine(name, "", machine) for name, machine in by_name.items()], directory)
+    save(directory, *(Machine(name, "", machine) for name, machine in by_name.items()))
     report = explain_fleet([needs("tpu-v6e")], read_fleet(directory).machines)
     assert not report.beyond_help
     assert len(report.additions) == 11, "what serves the odd machine serves HOST too"
@@ -201,7 +194,7 @@ def test_it_is_what_a_loader_would_choose(machines, fleet_bundle):
             found = each.annotations or {}
             needed = from_json(Requirement, found[REQUIREMENT].encode(), "")
             needs.append((found[REF_NAME], needed))
-        for machine, verdict in explain_fleet(needs, named(machines)).verdicts:
+        for machine, verdict in explain_fleet(needs, named(*machines)).verdicts:
             ranked = match(root, machine.fingerprint)
             chosen = next((t for t in ranked if t.verdict.matches), None)
             assert verdict == (chosen or closest_target(ranked)).verdict
@@ -211,8 +204,8 @@ def test_it_is_what_a_loader_would_choose(machines, fleet_bundle):
 def fleet_bundle(recipe, tmp_path_factory):
     """A bundle of two targets, of a GPU and of a CPU; and of programs that nobody runs here."""
     requirements = {
-        "cpu-host": needs("cuda-h100", device_memory_bytes=1 << 30, **DEFAULTS)[1],
-        "cpu-x86-64-v3": needs("cpu-x86-64-v3", **DEFAULTS)[1],
+        "cpu-host": needs("cuda-h100", device_memory_bytes=1 << 30)[1],
+        "cpu-x86-64-v3": needs("cpu-x86-64-v3")[1],
     }
 
     def change(config):
@@ -222,17 +215,17 @@ def fleet_bundle(recipe, tmp_path_factory):
 
 
 def test_machines_are_named_by_their_files_and_no_fleet_is_an_error(tmp_path):
-    save([Machine("b/c", "", HOST), Machine("a", "", gpu())], tmp_path)
+    save(tmp_path, Machine("b/c", "", HOST), Machine("a", "", gpu()))
     (tmp_path / "notes.txt").write_text("no fingerprint")
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "b" / "gone.json").symlink_to("nowhere")
     fleet = read_fleet(tmp_path)
     found = [(each.name, each.fingerprint) for each in fleet.machines]
     assert found == [("a", gpu()), ("b/c", HOST)]
-    gone, empty = fleet.unreadable
-    assert (gone.path, empty.path) == (f"{tmp_path}/b/gone.json", f"{tmp_path}/empty.json")
-    assert gone.why.startswith(f"{gone.path}: cannot read")
-    assert empty.why.startswith(f"{empty.path}: ")
+    for each, path in zip(fleet.unreadable, ("b/gone", "empty"), strict=True):
+        assert each.path == f"{tmp_path}/{path}.json"
+        assert each.why.startswith(f"{each.path}: ")
+    assert "cannot read" in fleet.unreadable[0].why
     for name in ("empty", "bad"):
         (tmp_path / name).mkdir()
     for name in ("bad/a.json", "bad/b.json"):
@@ -252,13 +245,9 @@ def run(*argv):
     return __main__.main([str(argument) for argument in argv])
 
 
-@pytest.fixture
-def small_fleet(tmp_path):
-    machines = [HOST, HOST, HOST, HOST, gpu("cuda-h200"), gpu("cuda-l4"), tpu("tpu-v5e-2x2")]
-    return save(named(machines), tmp_path / "fleet")
-
-
-def test_the_table_says_who_loads_what_and_what_to_add(small_fleet, fleet_bundle, tmp_path, capsys):
+def test_the_table_says_who_loads_what_and_what_to_add(fleet_bundle, tmp_path, capsys):
+    machines = named(*[HOST] * 4, gpu("cuda-h200"), gpu("cuda-l4"), tpu("tpu-v5e-2x2"))
+    small_fleet = save(tmp_path / "fleet", *machines)
     page = tmp_path / "p.html"
     assert run("fleet", fleet_bundle, small_fleet, "--page", page) == 0
     shown = alone(page.read_text(encoding="utf-8"))
@@ -275,7 +264,7 @@ def test_the_table_says_who_loads_what_and_what_to_add(small_fleet, fleet_bundle
         r"1 +m6 +topology: needs 1x1, found 2x2",
     ):
         assert re.search(line, said), f"{line}\n{said}"
-    save(named([HOST]), tmp_path / "one")
+    save(tmp_path / "one", *named(HOST))
     assert run("fleet", fleet_bundle, tmp_path / "one", "--on-mismatch", "error") == 0
     said = capsys.readouterr().out
     assert re.search(r"\ncpu-host +0\n", said), "a target that serves nobody is listed"

@@ -9,32 +9,34 @@ def manifest(generate, programs=()):
     return Manifest("b", model=model, generate=generate, programs=programs, targets=())
 
 
+def names_of(manifest, kind=""):
+    return [each.name for each in program_specs(manifest) if each.kind == (kind or each.kind)]
+
+
 def test_every_bucket_gets_a_program_and_no_name_twice():
-    specs = program_specs(manifest(Generate((1, 4), (16, 64), (32, 128))))
-    names = [spec.name for spec in specs]
+    sizes = manifest(Generate((1, 4), (16, 64), (32, 128), draft_tokens=8))
+    names = names_of(sizes)
     assert len(set(names)) == len(names)
-    assert [n for n in names if n.startswith("decode")] == [
-        *("decode/b1-c32", "decode/b1-c128", "decode/b4-c32", "decode/b4-c128")
+    buckets = [f"b{batch}-c{context}" for batch in (1, 4) for context in (32, 128)]
+    assert names_of(sizes, "decode") == [f"decode/{each}" for each in buckets]
+    assert names_of(sizes, "verify") == [f"verify/{each.replace('-', '-k8-')}" for each in buckets]
+    assert names_of(sizes, "prefill") == [  # no prompt is longer than a context
+        f"prefill/b{batch}-t{prompt}-c{context}"
+        for batch in (1, 4)
+        for prompt, context in ((16, 32), (16, 128), (64, 128))
     ]
-    assert "prefill/b4-t64-c128" in names
-    specs = program_specs(manifest(Generate((1,), (16, 64), (32,))))
-    names = [spec.name for spec in specs if spec.kind != "copy"]
-    assert names == ["decode/b1-c32", "prefill/b1-t16-c32"], "no prompt is longer than a context"
-    sizes = Generate((1, 4), (16,), (32, 64), draft_tokens=8)
-    found = [spec for spec in program_specs(manifest(sizes)) if spec.kind == "verify"]
-    assert [spec.name for spec in found] == [
-        *("verify/b1-k8-c32", "verify/b1-k8-c64", "verify/b4-k8-c32", "verify/b4-k8-c64")
-    ]
-    assert found[0].bucket == {"batch": 1, "context": 32, "draft": 8}
+    [first, *_] = (each for each in program_specs(sizes) if each.kind == "verify")
+    assert first.bucket == {"batch": 1, "context": 32, "draft": 8}
     program = Program("score", "m:f", {"x": "float32[{a}, {b}]"}, {"a": (1, 2), "b": (3, 4)})
-    specs = program_specs(manifest(None, (program, Program("step", "m:g", {}))))
-    assert [spec.name for spec in specs] == [
-        *("score/a1-b3", "score/a1-b4", "score/a2-b3", "score/a2-b4", "step")
-    ]
-    assert specs[1].bucket == {"a": 1, "b": 4}
-    assert all(spec.kind == "call" for spec in specs)
+    functions = manifest(None, (program, Program("step", "m:g", {})))
+    assert (
+        names_of(functions, "call")
+        == names_of(functions)
+        == [*("score/a1-b3", "score/a1-b4", "score/a2-b3", "score/a2-b4", "step")]
+    )
+    assert program_specs(functions)[1].bucket == {"a": 1, "b": 4}
     program = Program("embed", "m:f", {"x": "float32[{batch2}]"}, {"batch2": (4, 16)})
-    found = [spec.name for spec in program_specs(manifest(None, program))]
+    found = names_of(manifest(None, program))
     assert found == ["embed/batch2=4", "embed/batch2=16"], "a digit does not run into the size"
 
 

@@ -10,13 +10,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.layouts import GOLDEN
 
 from prejit.compiler.pipeline.bundle_wheel import write_wheel
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.ship.reference import parse_reference
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 CALL = """
 import sys, numpy
 from prejit.runtime import load
@@ -32,21 +32,16 @@ def wheel(tmp_path_factory):
     return write_wheel(str(GOLDEN / "call"), tmp_path_factory.mktemp("dist") / "new")
 
 
-def installed(wheel, into):
-    """A fresh environment with a wheel, which also sees what this environment has. Return its Python."""
+def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel, tmp_path):
+    into = tmp_path / "environment"
     venv.create(into, symlinks=True)
     python = into / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-index"]
     subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(into)}))
-    # Not a path alone: files in it lead to the editable installs of prejit.
+    # It sees what this environment has. Not a path alone: files in it lead to the installs of prejit.
     here = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (packages / "tested.pth").write_text(here)
-    return python
-
-
-def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel, tmp_path):
-    python = installed(wheel, tmp_path / "environment")
     command = [python, "-W", "ignore", "-c", CALL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -59,7 +54,7 @@ def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel, tmp_path):
     copied = [*module, "copy", "wheel:call-bundle", str(tmp_path / "copy")]
     subprocess.run(copied, check=True, capture_output=True)
     assert (tmp_path / "copy" / "index.json").exists()
-    [directory] = (tmp_path / "environment").rglob("call_bundle")
+    [directory] = into.rglob("call_bundle")
     found = {str(each.relative_to(directory)) for each in directory.rglob("*") if each.is_file()}
     whole = {str(each.relative_to(GOLDEN / "call")) for each in (GOLDEN / "call").rglob("*/*/*")}
     assert found == whole | {"index.json", "oci-layout"}

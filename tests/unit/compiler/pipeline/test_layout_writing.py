@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.layouts import blob, subject_of, write_root
+from tests.layouts import INDEX, blob, subject_of, write_root
 from tests.threads import in_threads
 
 from prejit.compiler.pipeline import layout_writing as writing
@@ -24,6 +24,7 @@ from prejit.runtime.loader import load
 
 TYPE = "application/vnd.example+json"
 NOTES = {"org.example.note": "a note"}
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 
 def targets_of(path):
@@ -57,23 +58,22 @@ def test_what_is_attached_is_found_and_as_oci_says(bundle_dir):
         assert found.descriptor == expected
         assert (found.artifact_type, found.annotations) == (TYPE, NOTES)
     assert len(attached(bundle_dir)) == 3
+    assert load(bundle_dir).digest == audit(bundle_dir, lambda *_: None).digest == before
     [first] = attached(bundle_dir, bundle.digest)
-    [kept] = first.layers
-    assert blob(bundle_dir, kept.digest).read_bytes() == b"signed"
-    assert kept.annotations == title
+    assert blob(bundle_dir, first.layers[0].digest).read_bytes() == b"signed"
     assert blob(bundle_dir, first.config.digest).read_bytes() == b"{}"
-    assert load(bundle_dir).digest == before
-    assert audit(bundle_dir, lambda *_: None).digest == before
-    manifest = json.loads(blob(bundle_dir, of_bundle.digest).read_bytes())
-    assert (manifest["schemaVersion"], manifest["artifactType"]) == (2, TYPE)
-    kind = "application/vnd.oci.empty.v1+json"
-    assert manifest["config"] == {"mediaType": kind, "digest": digest_of(b"{}"), "size": 2}
-    assert manifest["subject"] == described(bundle)
+    empty = "application/vnd.oci.empty.v1+json"
+    signed = {"mediaType": TYPE, "digest": digest_of(b"signed"), "size": 6, "annotations": title}
+    assert json.loads(blob(bundle_dir, of_bundle.digest).read_bytes()) == {
+        **{"schemaVersion": 2, "mediaType": MANIFEST, "artifactType": TYPE, "annotations": NOTES},
+        "config": {"mediaType": empty, "digest": digest_of(b"{}"), "size": 2},
+        "layers": [signed],
+        "subject": described(bundle),
+    }
     entries = json.loads((bundle_dir / "index.json").read_bytes())["manifests"]
     [listed] = [each for each in entries if each["digest"] == of_bundle.digest]
-    assert listed["artifactType"] == TYPE
-    name = f"attached-{of_bundle.digest[7:19]}"
-    assert listed["annotations"] == {"org.opencontainers.image.ref.name": name}
+    name = {"org.opencontainers.image.ref.name": f"attached-{of_bundle.digest[7:19]}"}
+    assert (listed["artifactType"], listed["annotations"]) == (TYPE, name)
 
 
 def test_attaching_again_changes_nothing_and_at_once_loses_nothing(bundle_dir):
@@ -100,12 +100,11 @@ def test_whoever_is_killed_attaches_all_or_nothing(bundle_dir, tmp_path, monkeyp
 
     digest, outcomes = load(bundle_dir).digest, list[int]()
     for limit in range(100):
-        path, left = Path(shutil.copytree(bundle_dir, tmp_path / str(limit))), [limit]
+        path, steps = Path(shutil.copytree(bundle_dir, tmp_path / str(limit))), iter(range(limit))
 
-        def stepping(real, left=left):
+        def stepping(real, steps=steps):
             def step(*args, **kwargs):
-                left[0] -= 1
-                if left[0] < 0:
+                if next(steps, None) is None:
                     raise Killed
                 return real(*args, **kwargs)
 
@@ -120,7 +119,7 @@ def test_whoever_is_killed_attaches_all_or_nothing(bundle_dir, tmp_path, monkeyp
         attach_text(path, subject_of(path), "another")  # whoever writes next removes what is left
         remove_abandoned(path)
         assert audit(path, lambda *_: None).digest == digest
-        if left[0] >= 0:
+        if next(steps, None) is not None:
             break
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {0, 1}
@@ -163,12 +162,13 @@ def test_what_is_gone_gets_nothing(bundle_dir, recipe, make_recipe):
 
 
 def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir):
-    root = json.loads((bundle_dir / "index.json").read_bytes())
+    file = bundle_dir / "index.json"
+    root = json.loads(file.read_bytes())
     root["annotations"] = {"org.example": "kept"}
     root["manifests"][0]["urls"] = ["kept"]
-    (bundle_dir / "index.json").write_text(json.dumps(root, indent=1))
+    file.write_text(json.dumps(root, indent=1))
     attach_text(bundle_dir, subject_of(bundle_dir))
-    after = json.loads((bundle_dir / "index.json").read_bytes())
+    after = json.loads(file.read_bytes())
     assert after["annotations"] == root["annotations"]
     assert after["manifests"][:-1] == root["manifests"]
 
@@ -189,51 +189,44 @@ def test_another_bundle_keeps_what_refers_to_its_target(bundle_dir, recipe):
     assert files == {each.removeprefix("sha256:") for each in digests}
 
 
-def listed(path, content, **changes):
-    """Lists a manifest in `index.json` whatever it says."""
-    blob(path, digest_of(content)).write_bytes(content)
-    kind = "application/vnd.oci.image.manifest.v1+json"
-    at = {"mediaType": kind, "digest": digest_of(content), "size": len(content)}
-    at["artifactType"] = TYPE
-    root = json.loads((path / "index.json").read_bytes())
-    write_root(path, [*root["manifests"], {**at, **changes}])
-
-
-def manifest_of(subject, changes=None):
+def listed(path, subject, fields=(), content=None, **changes):
+    """Attach a manifest with other fields, or any bytes, and list it in `index.json` whatever it says."""
     config = {"mediaType": TYPE, "digest": digest_of(b"{}"), "size": 2}
     plain = {"schemaVersion": 2, "config": config, "layers": [], "subject": subject}
-    return json.dumps(plain | (changes or {})).encode()
+    content = json.dumps(plain | dict(fields)).encode() if content is None else content
+    blob(path, digest_of(content)).write_bytes(content)
+    at = {"mediaType": MANIFEST, "digest": digest_of(content), "size": len(content)}
+    root = json.loads((path / "index.json").read_bytes())
+    write_root(path, [*root["manifests"], {**at, "artifactType": TYPE, **changes}])
 
 
 def test_other_entries_are_passed(bundle_dir):
     subject = described(subject_of(bundle_dir))
     index = (bundle_dir / "index.json").read_bytes()
     for refers, changes in (
-        (True, {"mediaType": "application/vnd.oci.image.index.v1+json"}),
-        (True, {"size": limits.MAX_MANIFEST_BYTES + 1}),
-        (False, {}),
+        (subject, {"mediaType": INDEX}),
+        (subject, {"size": limits.MAX_MANIFEST_BYTES + 1}),
+        (None, {}),
     ):
-        listed(bundle_dir, manifest_of(subject if refers else None), **changes)
+        listed(bundle_dir, refers, **changes)
         assert attached(bundle_dir) == ()
     assert load(bundle_dir).call("tick") == 7
     (bundle_dir / "index.json").write_bytes(index)
-    listed(bundle_dir, manifest_of(subject))  # without an artifact type it has that of its config
+    listed(bundle_dir, subject)  # without an artifact type it has that of its config
     [found] = attached(bundle_dir)
     assert (found.artifact_type, found.annotations) == (TYPE, {})
 
 
 def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(bundle_dir):
-    layers, index = "expected a manifest with layers", (bundle_dir / "index.json").read_bytes()
-    for written, complaint in (
-        ({"layers": None}, layers),
-        ({"artifactType": 5}, layers),
-        ({"annotations": {"a": 5}}, "expected annotations as text"),
-        ({"subject": "sha256:0"}, "expected media type, sha256 digest and size"),
-        *((content, "expected") for content in (b"[]", b"[" * 60000, b"\xff")),
+    subject, index = described(subject_of(bundle_dir)), (bundle_dir / "index.json").read_bytes()
+    for fields, content, complaint in (
+        ({"layers": None}, None, "expected a manifest with layers"),
+        ({"artifactType": 5}, None, "expected a manifest with layers"),
+        ({"annotations": {"a": 5}}, None, "expected annotations as text"),
+        ({"subject": "sha256:0"}, None, "expected media type, sha256 digest and size"),
+        *(({}, damaged, "expected") for damaged in (b"[]", b"[" * 60000, b"\xff")),
     ):
-        if isinstance(written, dict):
-            written = manifest_of(described(subject_of(bundle_dir)), written)
-        listed(bundle_dir, written)
+        listed(bundle_dir, subject, fields, content)
         with pytest.raises(RejectError, match=complaint):
             attached(bundle_dir)
         assert load(bundle_dir).call("tick") == 7

@@ -4,8 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,6 @@ from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
 from prejit.compiler.pipeline.model import read_model
 from prejit.compiler.pipeline.plan import (
     Native,
-    Plan,
     PlanOptions,
     choose_source,
     find_toolchain,
@@ -37,7 +34,7 @@ from prejit.compiler.pipeline.plan import (
 from prejit.compiler.pipeline.planned_executables import COMPILE, planned_executables
 from prejit.compiler.pipeline.published_files import find_published
 from prejit.compiler.pipeline.result_keys import compile_key, versions
-from prejit.compiler.pipeline.workspace import UserCode, Workspace
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import CheckpointError, ManifestError
@@ -50,57 +47,41 @@ def model(tmp_path_factory):
     return write_random("gpt2", tmp_path_factory.mktemp("plan") / "gpt2")
 
 
-@dataclass(frozen=True)
 class Planned:
-    plan: Plan
-    store: DirectoryStore
+    """A plan of a model, and its store."""
 
-    @cached_property
-    def model(self):
-        return read_model(self.plan.manifest, self.plan.model)
+    def __init__(self, at, model, *targets, context=24, **lines):
+        at.mkdir(exist_ok=True)
+        sizes = {"prompt": (8,), "context": (context,), "targets": targets}
+        manifest = write_manifest(at / "m.toml", model, **sizes, **lines)
+        self.store = DirectoryStore.open(at / "cache")
+        self.plan = plan_build(read_manifest(manifest), self.store)
 
     @property
     def space(self):
-        return Workspace(self.plan, lambda: self.model, UserCode, self.store, Quiet(), lambda: None)
-
-    def lower_all(self):
-        for program in self.plan.programs:
-            lower(self.space, program)
+        return Workspace.of(self.plan, self.store, Quiet())
 
     def reasons(self):
         return {each.why for each in planned_executables(self.plan, self.store)}
 
     def kernels(self):
-        [target] = self.plan.targets
-        toolchain = find_toolchain(target)
-        library = build_kernels(toolchain, self.store)
-        assert isinstance(library, KernelLibrary)
-        return kernels_of(library, toolchain, self.plan.forms)
-
-
-def planned(at, model, *targets, context=24, only=(), mesh="", cache_dtype="float32"):
-    at.mkdir(exist_ok=True)
-    sizes = {"prompt": (8,), "context": (context,), "targets": targets}
-    lines = {"model": mesh, "generate": f"cache_dtype = {json.dumps(cache_dtype)}"}
-    manifest = write_manifest(at / "m.toml", model, **sizes, **lines)
-    store = DirectoryStore.open(at / "cache")
-    return Planned(plan_build(read_manifest(manifest), store, PlanOptions(only)), store)
+        """Build the kernels of all targets as a build does, before the first program."""
+        found = {}
+        for target in self.plan.targets:
+            if (toolchain := find_toolchain(target)) is not None:
+                library = build_kernels(toolchain, self.store)
+                if isinstance(library, KernelLibrary):
+                    found[target.name] = kernels_of(library, toolchain, self.plan.forms)
+        return found
 
 
 def compile_digests(found, name):
     """The keys of the executables of a target, by program."""
     [target] = (each for each in found.plan.targets if each.name == name)
-    toolchain = find_toolchain(target)
-    kernels = {}
-    for each in found.plan.targets:  # as a build does, for all before the first program
-        if (tools := find_toolchain(each)) is not None:
-            library = build_kernels(tools, found.store)
-            if isinstance(library, KernelLibrary):
-                kernels[each.name] = kernels_of(library, tools, found.plan.forms)
+    toolchain, kernels, space = find_toolchain(target), found.kernels(), found.space
     digests = {}
     for program in found.plan.programs:
-        lowered = lower(found.space, program)
-        source = source_of(found.space, program, lowered, kernels.get(name))
+        source = source_of(space, program, lower(space, program), kernels.get(name))
         key = compile_key(found.plan.manifest, program.spec, toolchain, source)
         digests[program.spec.name] = key.digest
     return digests
@@ -111,15 +92,19 @@ def test_another_target_changes_no_executable(model, tmp_path, monkeypatch, toy_
     copies = f"cp {tmp_path}/made.so $out"
     v2, v3 = "cpu-x86-64-v2", "cpu-x86-64-v3"
     write_compiler(tmp_path, monkeypatch, f'case "$*" in *x86-64-v3*) exit 1;; esac; {copies}')
-    found = [compile_digests(planned(tmp_path / "m", model, v3, v2), v2)]
+
+    def digests(*targets):
+        return compile_digests(Planned(tmp_path / "m", model, *targets), v2)
+
+    found = [digests(v3, v2)]
     write_compiler(tmp_path, monkeypatch, copies)
     for others in ((), (v3,), ("cuda-l4",)):
-        found.append(compile_digests(planned(tmp_path / "m", model, *others, v2), v2))
+        found.append(digests(*others, v2))
     assert found == found[:1] * 4
     monkeypatch.setenv("PATH", "/nonexistent")
-    bare = compile_digests(planned(tmp_path / "m", model, v2), v2)
+    bare = digests(v2)
     assert bare != found[0], "without kernels its own programs are others"
-    assert compile_digests(planned(tmp_path / "m", model, v3, v2), v2) == bare
+    assert digests(v3, v2) == bare
 
 
 def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
@@ -130,18 +115,19 @@ def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
     def fresh():
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", None)
-            found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+            found = Planned(tmp_path / "m", model, "cpu-x86-64-v2")
             found.reasons()
         return found
 
     found = fresh()
     assert found.reasons() == {"first build of this program"}
-    found.lower_all()
+    for program in found.plan.programs:
+        lower(found.space, program)
     again = fresh()
     assert all(program.lowered is not None for program in again.plan.programs)
     assert "its kernels have still to be compiled" in again.reasons()
     assert not compiled.exists()
-    kernels = again.kernels()
+    [kernels] = again.kernels().values()
     assert compiled.exists()
     compiled.unlink()
     once_more = fresh()
@@ -150,10 +136,9 @@ def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
     assert not list((tmp_path / "m" / "cache").rglob("actions/native/*"))
 
     [target] = found.plan.targets
-    toolchain = find_toolchain(target)
     for program in once_more.plan.programs:
-        made = source_of(found.space.with_plan(once_more.plan), program, program.lowered, kernels)
-        key = compile_key(found.plan.manifest, program.spec, toolchain, made)
+        made = source_of(once_more.space, program, program.lowered, kernels)
+        key = compile_key(found.plan.manifest, program.spec, find_toolchain(target), made)
         found.store.put(key, {"not": "an executable"})
         found.store._action(key).unlink()  # only the name of the last key stays
     assert once_more.reasons() == {"its last result is gone from the cache, or was damaged"}
@@ -170,19 +155,16 @@ def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
 def test_a_plan_needs_no_network(tmp_path, monkeypatch):
     import huggingface_hub
 
-    def snapshot(repository, **options):
-        assert options["local_files_only"], "it asked the Hub"
+    def snapshot(repository, *, local_files_only, **options):
+        assert local_files_only, "it asked the Hub"
         raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    sizes = {"prompt": (8,), "context": (16,)}
-    manifest = write_manifest(tmp_path / "m.toml", "hf://org/name", **sizes)
-    store = DirectoryStore.open(tmp_path / "cache")
-    plan = plan_build(read_manifest(manifest), store)
-    assert plan.model is None
-    found = planned_executables(plan, store)
+    found = Planned(tmp_path / "m", "hf://org/name", "cpu-host")
+    assert found.plan.model is None
     expected = {(COMPILE, "hf://org/name has still to be fetched")}
-    assert {(each.state, each.why) for each in found} == expected
+    executables = planned_executables(found.plan, found.store)
+    assert {(each.state, each.why) for each in executables} == expected
 
 
 def test_programs_of_an_encoder_wait_for_the_bits_of_its_matrices(tmp_path):
@@ -209,38 +191,32 @@ def test_programs_of_an_encoder_wait_for_the_bits_of_its_matrices(tmp_path):
     assert plan_build(read_manifest(manifest), store).programs[0].key is not None
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("context", f"expected at most {LARGEST_CONTEXT}, .*found {LARGEST_CONTEXT + 1}"),
-        ("weights", "expected weights in one of"),
-        ("layers", "the tensors do not fit config.json: missing "),
-    ],
-)
-def test_a_plan_refuses_what_a_build_does(change, said, model, tmp_path, monkeypatch):
-    compiled = write_compiler(tmp_path, monkeypatch, "exit 1")
-    copy = Path(shutil.copytree(model, tmp_path / "model"))
-    if change == "weights":
-        (copy / "model.safetensors").unlink()
-    if change == "layers":
-        changed(copy, n_layer=9)
-    context = LARGEST_CONTEXT + 1 if change == "context" else 24
-    found = planned(tmp_path / "m", copy, "cpu-x86-64-v2", context=context)
-    errors = (ManifestError, CheckpointError)
-    with pytest.raises(errors, match=said) as refused:
-        plan_of_user(tmp_path / "m" / "m.toml", cache=found.store.root)
-    executor = WorkerPool(found.store, workers=1)
-    options = BuildOptions(store=found.store, executor=executor, progress=Quiet())
-    with pytest.raises(errors) as caught:
-        build(found.plan.manifest, tmp_path / "out", options)
-    assert not compiled.exists()
-    assert str(refused.value) == str(caught.value)
-
-
 def changed(model, **config):
     before = json.loads((model / "config.json").read_bytes())
     (model / "config.json").write_text(json.dumps({**before, **config}))
     return model
+
+
+def test_a_plan_refuses_what_a_build_does(model, tmp_path, monkeypatch):
+    compiled = write_compiler(tmp_path, monkeypatch, "exit 1")
+    without, other = (Path(shutil.copytree(model, tmp_path / name)) for name in ("none", "other"))
+    (without / "model.safetensors").unlink()
+    changed(other, n_layer=9)
+    long = LARGEST_CONTEXT + 1
+    for at, context, said in (
+        (model, long, f"expected at most {LARGEST_CONTEXT}, .*found {long}"),
+        (without, 24, "expected weights in one of"),
+        (other, 24, "the tensors do not fit config.json: missing "),
+    ):
+        found = Planned(tmp_path / "m", at, "cpu-x86-64-v2", context=context)
+        with pytest.raises((ManifestError, CheckpointError), match=said) as refused:
+            plan_of_user(tmp_path / "m" / "m.toml", cache=found.store.root)
+        executor = WorkerPool(found.store, workers=1)
+        options = BuildOptions(store=found.store, executor=executor, progress=Quiet())
+        with pytest.raises(type(refused.value)) as caught:
+            build(found.plan.manifest, tmp_path / "out", options)
+        assert str(refused.value) == str(caught.value)
+    assert not compiled.exists()
 
 
 def test_what_is_in_the_key_of_a_lowering(model, tmp_path, monkeypatch):
@@ -250,7 +226,7 @@ def test_what_is_in_the_key_of_a_lowering(model, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def key(at=model):
-        return dict(planned(tmp_path / "m", at, "cpu-host").plan.programs[0].key.ingredients)
+        return dict(Planned(tmp_path / "m", at, "cpu-host").plan.programs[0].key.ingredients)
 
     def changes(at=model):
         return [name for name, value in key(at).items() if value != before[name]]
@@ -282,11 +258,11 @@ def test_latents_are_not_kept_in_int8(tmp_path):
     case.write(tmp_path / "latent")
 
     def model_of(dtype):
-        at = planned(tmp_path, tmp_path / "latent", "cpu-host", context=8, cache_dtype=dtype)
-        return at.model
+        line = f'cache_dtype = "{dtype}"'
+        plan = Planned(tmp_path, tmp_path / "latent", "cpu-host", context=8, generate=line).plan
+        return read_model(plan.manifest, plan.model)
 
-    with pytest.raises(
-        ManifestError, match=r"generate.cache_dtype: expected float32 or .*deepseek"
-    ):
+    expected = r"generate.cache_dtype: expected float32 or .*deepseek"
+    with pytest.raises(ManifestError, match=expected):
         model_of("int8")
     assert model_of("bfloat16")

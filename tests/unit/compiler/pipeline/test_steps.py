@@ -5,7 +5,6 @@ As a program, `python -m` this module MANIFEST OUTPUT, it builds and writes ran.
 """
 
 import contextlib
-import functools
 import inspect
 import io
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from tests import own_decoders, quick_compiling
 from tests.decoders import write_random
+from tests.encoders import bert_config
 from tests.extent import sampled
 from tests.parity.encoder_cases import Case
 
@@ -42,16 +42,12 @@ from prejit.compiler.store.directory_store import DirectoryStore
 ROOT = Path(__file__).parents[4]
 STORING = (
     # What keeps results decides none.
-    "prejit.compiler.store.",
-    "prejit.compiler.progress",
-    "prejit.runtime.base.files",
-    "prejit.runtime.base.written_files",
+    *("prejit.compiler.store.", "prejit.compiler.progress"),
+    *("prejit.runtime.base.files", "prejit.runtime.base.written_files"),
     # The digests of a checkpoint's files are in the key, and do not change what is read.
     "prejit.compiler.pipeline.published_files",
     # What runs the user's code apart from other code, and notes what it reads, decides no result.
-    "prejit.compiler.lowering.user.observing",
-    "prejit.compiler.lowering.user.observer",
-    "prejit.compiler.lowering.user.modules",
+    *(f"prejit.compiler.lowering.user.{name}" for name in ("observing", "observer", "modules")),
     "prejit.compiler.manifest.manifest",
 )
 BESIDE = {
@@ -59,24 +55,17 @@ BESIDE = {
     "PACKING": ("WEIGHTS", "OWN_WEIGHTS")
 }
 SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [24]\n"
-ENCODER = {
-    **{"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 30, "hidden_size": 24},
-    **{"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40},
-    **{"max_position_embeddings": 40, "type_vocab_size": 2},
-}
+SOURCE = '[model]\nsource = "model"\n'
 MANIFESTS = {
-    "decoder": f'[model]\nsource = "model"\ndtype = "int8"\n{SIZES}',
-    "mesh": f'[model]\nsource = "model"\n{SIZES}[mesh]\ntensor = 3\n',
-    "encoder": '[model]\nsource = "model"\ndtype = "bfloat16"\n[encode]\nshapes = [[1, 8]]\n',
+    "decoder": f'{SOURCE}dtype = "int8"\n{SIZES}',
+    "mesh": f"{SOURCE}{SIZES}[mesh]\ntensor = 3\n",
+    "encoder": f'{SOURCE}dtype = "bfloat16"\n[encode]\nshapes = [[1, 8]]\n',
     "own": f'[model]\nmodule = "own_decoders:nnx_decoder"\ndtype = "int8"\n{SIZES}',
 }
 PUBLISHED = {"LOWERING", "PACKING", "WEIGHTS", "ACCURACY", "COMPILING", "GOLDEN"}
-RUN = {
-    "decoder": PUBLISHED,
-    "mesh": PUBLISHED - {"ACCURACY"},
-    "encoder": PUBLISHED,
-    "own": {"PACKING", "OWN_WEIGHTS", "OWN_ACCURACY", "COMPILING", "GOLDEN"},
-}
+RUN = {kind: PUBLISHED for kind in ("decoder", "encoder")}
+RUN["mesh"] = PUBLISHED - {"ACCURACY"}
+RUN["own"] = {"PACKING", "OWN_WEIGHTS", "OWN_ACCURACY", "COMPILING", "GOLDEN"}
 ran = {}
 """The code that ran, by step and module."""
 WITHIN = (
@@ -96,9 +85,7 @@ WITHIN = (
 @contextlib.contextmanager
 def watching(step):
     """Notes what code of prejit runs, in threads that start meanwhile too."""
-    found = ran.setdefault(step, {})
-    before = sys.getprofile()
-
+    found, before = ran.setdefault(step, {}), sys.getprofile()
     seen = {}  # by id: equal code of two modules is two functions
 
     def note(frame, event, _):
@@ -122,18 +109,8 @@ def watching(step):
         threading.setprofile(before)
 
 
-def watched(step, function):
-    @functools.wraps(function)
-    def run_watched(*args, **options):
-        with watching(step):
-            return function(*args, **options)
-
-    return run_watched
-
-
 def main(manifest_file, output):
-    asked = []
-    questions = []
+    asked, questions = [], []
     compile_in_worker, start = worker_process.WorkerProcess._ask, golden_answers.run_child
 
     def compile_twice(worker, request, seconds):
@@ -146,7 +123,8 @@ def main(manifest_file, output):
         return start(command, content, **options)
 
     for step, place, name in WITHIN:
-        setattr(place, name, watched(step, getattr(place, name)))
+        # A context manager of contextlib decorates functions, too.
+        setattr(place, name, watching(step)(getattr(place, name)))
     worker_process.WorkerProcess._ask = compile_twice
     golden_answers.run_child = answer_twice
     manifest, store = read_manifest(manifest_file), DirectoryStore.open(output / "cache")
@@ -171,10 +149,11 @@ def main(manifest_file, output):
     (output / "ran.json").write_text(json.dumps(said))
 
 
-def code_of(step):
-    """The names of the code that is in the digest of a step, by module."""
-    found = prejit_code.reached(*getattr(prejit_code, step))
-    return {module: {n for each in of for n in each.names} for module, of in found.items()}
+def code_of(steps):
+    """The names of the code that is in the digests of steps, as module:name."""
+    found = (prejit_code.reached(*getattr(prejit_code, step)) for step in steps)
+    parts = (part for each in found for part in each.items())
+    return {f"{module}:{n}" for module, of in parts for each in of for n in each.names}
 
 
 @pytest.mark.thorough
@@ -183,7 +162,7 @@ def test_no_step_runs_code_that_its_digest_lacks(kind, tmp_path):
     if kind == "own":
         shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
     elif kind == "encoder":
-        case = Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True)
+        case = Case("tiny", bert_config(), 7, pooling=("mean_tokens",), normalize=True)
         case.write(tmp_path / "model")
     else:
         write_random("gpt2", tmp_path / "model")
@@ -200,14 +179,9 @@ def test_no_step_runs_code_that_its_digest_lacks(kind, tmp_path):
     ran = json.loads((tmp_path / "ran.json").read_text())
     assert ran.keys() == RUN[kind]
     for step, modules in ran.items():
-        digested = [code_of(each) for each in (step, *BESIDE.get(step, ()))]
-        outside = {
-            f"{module}:{name}"
-            for module, names in modules.items()
-            for name in names
-            if not module.startswith(STORING)
-            and not any(name in each.get(module, ()) for each in digested)
-        }
+        seen = {f"{module}:{name}" for module, names in modules.items() for name in names}
+        outside = seen - code_of((step, *BESIDE.get(step, ())))
+        outside = {each for each in outside if not each.startswith(STORING)}
         assert not outside, f"{step} runs what its digest lacks (prejit.compiler.store.prejit_code)"
 
 

@@ -21,23 +21,26 @@ DIGEST = f"sha256:{'0' * 64}"
 RESULT = Compiled(Segment(0, 1, DIGEST, 1, DIGEST), (), Memory(0, 0, 0, 0), 1, 1, 1)
 
 
-def refuse(job, future):
-    raise StoreError("no room")
-
-
 def job(program, content="same"):
     key = Key("compile", program, (("stablehlo", content),))
     return CompileJob(program, TOOLCHAIN, Source(content, ("cpu",)), key)
 
 
 @pytest.fixture
-def store(tmp_path):
-    return DirectoryStore.open(tmp_path)
+def held(tmp_path):
+    """`held(...)`: a new executor and its jobs, beside one store."""
+    store = DirectoryStore.open(tmp_path)
+
+    def held(answer=None, **options):
+        executor = HeldExecutor(answer)
+        return executor, Jobs(executor, store, Quiet(), **options)
+
+    held.store = store
+    return held
 
 
-def test_equal_programs_take_one_worker_and_each_gets_its_error(store):
-    executor = HeldExecutor()
-    jobs = Jobs(executor, store, Quiet())
+def test_equal_programs_take_one_worker_and_each_gets_its_error(held):
+    executor, jobs = held()
     first, new = jobs.submit("a", job("f"))
     second, again = jobs.submit("b", job("g"))
     _, other = jobs.submit("b", job("h", "another"))
@@ -46,22 +49,21 @@ def test_equal_programs_take_one_worker_and_each_gets_its_error(store):
     executor.taken[0][1].set_result(RESULT)
     assert first.result() is second.result() is RESULT
     assert jobs.submit("c", job("late"))[0].result() is RESULT
-    executor = HeldExecutor()
-    jobs = Jobs(executor, store, Quiet(), several=True)
-    first, _ = jobs.submit("a", job("f"))
-    second, _ = jobs.submit("b", job("g"))
+    executor, jobs = held(several=True)
+    both = [jobs.submit("a", job("f"))[0], jobs.submit("b", job("g"))[0]]
     assert executor.taken[0][0].program == "a/f"
     executor.taken[0][1].set_exception(BuildError("a/f for cpu-host: XLA died", hint="try again"))
-    with pytest.raises(BuildError, match=r"(?m)^a/f for cpu-host: XLA died$"):
-        first.result()
-    with pytest.raises(BuildError, match=r"(?m)^b/g for cpu-host: XLA died$") as caught:
-        second.result()
-    assert caught.value.hint == "try again"
+    for future, program in zip(both, ("a/f", "b/g"), strict=True):
+        with pytest.raises(BuildError, match=rf"(?m)^{program} for cpu-host: XLA died$") as caught:
+            future.result()
+        assert caught.value.hint == "try again"
 
 
-def test_nobody_waits_for_a_job_that_was_ended_and_programs_are_looked_at_before(store):
-    executor = HeldExecutor()
-    jobs = Jobs(executor, store, Quiet())
+def test_nobody_waits_for_a_job_that_was_ended_and_programs_are_looked_at_before(held):
+    def refuse(job, future):
+        raise StoreError("no room")
+
+    executor, jobs = held()
     waiting = [jobs.submit("a", job(name))[0] for name in ("f", "g")]
     executor.close()
     jobs.wait()
@@ -74,11 +76,10 @@ def test_nobody_waits_for_a_job_that_was_ended_and_programs_are_looked_at_before
     jobs.wait()
     with pytest.raises(StoreError):
         jobs.submit("b", job("h", "another"))[0].result(timeout=60)
-    executor = HeldExecutor()
-    jobs = Jobs(executor, store, Quiet())
-    program = store.put_blob(b"stablehlo")
+    _, jobs = held()
+    program = held.store.put_blob(b"stablehlo")
     assert not jobs.lacks_program(job("f", program))
-    path = store.blob_path(program)
+    path = held.store.blob_path(program)
     path.write_bytes(b"STABLEHLO")
     assert jobs.lacks_program(job("f", program))
     assert not path.exists()

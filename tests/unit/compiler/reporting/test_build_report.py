@@ -49,8 +49,8 @@ def test_a_report_names_changes_and_what_buckets_cost():
     assert {axis for axis, _ in found} == {"batch", "prompt"}
     one = found["batch", 1]
     assert (one.programs, one.compile_seconds, one.executable_bytes) == (2, 5.0, 200)
-    assert (found["prompt", 16].next, found["prompt", 16].saved) == (64, 0.75)
-    assert (found["prompt", 64].next, found["prompt", 64].saved) == (None, None)
+    for size, expected in ((16, (64, 0.75)), (64, (None, None))):
+        assert (found["prompt", size].next, found["prompt", size].saved) == expected
     same, gone = program("same"), program("gone")
     edited = program("edited", portable="sha256:old", executable="sha256:old")
     recompiled = program("recompiled", executable="sha256:old")

@@ -22,10 +22,10 @@ def thrice(x):
     return x * 3
 
 
-def made(output, *programs, **options):
-    options = {"cache": output / "cache", "quiet": True, **options}
+def made(output, *programs):
     given = programs or (program(twice, jnp.ones(3)),)
-    return build(given, output / "out", name="demo", workers=1, **options)
+    options = {"cache": output / "cache", "quiet": True, "workers": 1}
+    return build(given, output / "out", name="demo", **options)
 
 
 def read(output):

@@ -100,13 +100,10 @@ def http_store(files, seen, is_down=lambda: False, upload_seconds=0.0):
 
 @contextmanager
 def s3_store(conditions="kept"):
-    """Serve a bucket of the S3 API, without signatures. Yields the endpoint; the bucket is `bucket`.
+    """Serve a bucket of the S3 API, as Google's XML API has it too. Yields the endpoint.
 
-    Google's XML API has the same requests.
-
-    Args:
-        conditions: what a PUT with `If-None-Match: *` does where the object exists. S3 itself keeps the
-            condition; older servers of its API ignore it or refuse every request that has one.
+    `conditions` is what a PUT with `If-None-Match: *` does where the object exists: S3 itself keeps the
+    condition; older servers of its API ignore it or refuse every request that has one.
     """
     files = {}
     parts = {}  # of the one multipart upload that a test may do

@@ -21,10 +21,10 @@ CONTENT = b"executable" * 1000
 class Machine:
     """A machine with a cache of its own, and the shared stores of `tiers`."""
 
-    def __init__(self, directory, *tiers, namespace=""):
+    def __init__(self, directory, *tiers, namespace="", **options):
         self.notes = []
         self.local = DirectoryStore.open(directory, namespace)
-        self.store = LayeredStore(self.local, tiers, self.notes.append)
+        self.store = LayeredStore(self.local, tiers, self.notes.append, **options)
 
     def put(self, key=KEY):
         digest = self.store.put_blob(CONTENT)
@@ -127,11 +127,11 @@ def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path, place):
     assert machine.store.get(KEY) == {"executable": digest}
     assert machine.notes == ["memory://: no route to host; this build goes on without it"]
     assert place.reads <= 16  # those that were under way
-    sharing = Sharing(tmp_path / "b", Tier(place))  # which cannot agree, and makes nothing
-    with pytest.raises(StoreError, match="no route to host"), sharing.store.making(KEY):
+    second = sharing(tmp_path / "b", place)  # which cannot agree, and makes nothing
+    with pytest.raises(StoreError, match="no route to host"), second.store.making(KEY):
         pass
-    assert sharing.notes == ["memory://: no route to host"]
-    sharing.store.abandon()
+    assert second.notes == ["memory://: no route to host"]
+    second.store.abandon()
 
 
 def test_namespaces_meet_only_where_a_tier_reads_another(tmp_path, place):
@@ -147,15 +147,20 @@ def test_namespaces_meet_only_where_a_tier_reads_another(tmp_path, place):
     assert branch.store.fetched == {KEY.digest: "memory:// (release)"}
 
 
-def test_only_what_a_believed_key_signed_is_read(tmp_path, place):
+def test_only_what_a_believed_key_signed_is_read_and_explains(tmp_path, place):
     believing = Tier(place, believed=(signer("a").public,), writes=False)
     for number, wrong in enumerate((None, signer("b"))):
         Machine(tmp_path / f"wrong{number}", Tier(place, signer=wrong)).make()
         reader = Machine(tmp_path / f"reader{number}", believing)
+        assert reader.store.last_keys(KEY.kind, KEY.name) == ()
         assert reader.store.get(KEY) is None
         assert "expected" in reader.notes[0]
     Machine(tmp_path / "right", Tier(place, signer=signer("a"))).make()
     assert Machine(tmp_path / "reader", believing).store.get(KEY) is not None
+    key = Key("last", "compile demo", (("kind", "compile"), ("name", "demo")))
+    for ingredients in (None, [["a"]], [["a", "b"], ["a", "c"]], [1]):
+        Tier(place).write(key, {"ingredients": ingredients}, {})
+        assert Machine(tmp_path / "a", Tier(place)).store.last_keys("compile", "demo") == ()
 
 
 def test_a_build_alone_sends_what_the_store_lacks(tmp_path, place):
@@ -163,8 +168,7 @@ def test_a_build_alone_sends_what_the_store_lacks(tmp_path, place):
     digest = Machine(tmp_path / "a", Tier(Memory())).make()
     for writes, offers in ((True, False), (False, True), (True, True)):
         assert not place.files
-        local = DirectoryStore.open(tmp_path / "a")
-        store = LayeredStore(local, [Tier(place, writes=writes)], print, offers=offers)
+        store = Machine(tmp_path / "a", Tier(place, writes=writes), offers=offers).store
         assert store.get(KEY) is not None
         assert store.get(KEY) is not None
         store.finish()
@@ -172,27 +176,15 @@ def test_a_build_alone_sends_what_the_store_lacks(tmp_path, place):
     assert Machine(tmp_path / "b", Tier(place)).store.get(KEY) == {"executable": digest}
 
 
-def test_a_strangers_key_explains_none(tmp_path, place):
+def sharing(directory, place):
+    """A machine that agrees with others who makes a result."""
     tier = Tier(place)
-    key = Key("last", "compile demo", (("kind", "compile"), ("name", "demo")))
-    for ingredients in (None, [["a"]], [["a", "b"], ["a", "c"]], [1]):
-        tier.write(key, {"ingredients": ingredients}, {})
-        assert Machine(tmp_path / "a", tier).store.last_keys("compile", "demo") == ()
-    Machine(tmp_path / "b", Tier(place, signer=signer("b"))).make()
-    believing = Tier(place, believed=(signer("a").public,), writes=False)
-    assert Machine(tmp_path / "c", believing).store.last_keys(KEY.kind, KEY.name) == ()
-
-
-class Sharing(Machine):
-    def __init__(self, directory, tier):
-        super().__init__(directory, tier)
-        leases = Leases(tier, str(directory))
-        self.store = LayeredStore(self.local, [tier], self.notes.append, leases=leases)
+    return Machine(directory, tier, leases=Leases(tier, str(directory)))
 
 
 def test_machines_that_share_a_build_make_a_result_once(tmp_path, place):
-    first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
-    made = list[Sharing]()
+    first, second = (sharing(tmp_path / name, place) for name in "ab")
+    made = list[Machine]()
 
     def build(machine):
         assert machine.store.get(KEY) is None
@@ -219,15 +211,18 @@ def test_a_lease_lasts_until_the_others_find_the_result(tmp_path):
             super().write(path, content)
 
     place = Slow()
-    first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
-    with first.store.making(KEY), second.store.making(KEY, give_up=lambda: True) as held:
-        assert not held
-    with second.store.making(KEY, give_up=lambda: True) as held:  # the first one made nothing
-        assert held
+    first, second = (sharing(tmp_path / name, place) for name in "ab")
+
+    def is_free():
+        with second.store.making(KEY, give_up=lambda: True) as held:
+            return held
+
+    with first.store.making(KEY):
+        assert not is_free()
+    assert is_free()  # the first one made nothing
     with first.store.making(KEY):
         digest = first.put()
-    with second.store.making(KEY, give_up=lambda: True) as held:
-        assert not held
+    assert not is_free()
     may_send.set()
     with second.store.making(KEY) as held:
         assert held

@@ -79,9 +79,8 @@ def test_a_stranger_stops_nobody(place, machine):
     """Who may write into the store, but not sign, must not be able to stop a build."""
     own = signer("own")
     assert machine(LONG, Tier(place)).take(KEY) is not None  # signed by nobody
-    assert (
-        machine(LONG, Tier(place, signer=signer("stranger"))).take(KEY) is None
-    )  # believes anyone
+    stranger = Tier(place, signer=signer("stranger"))
+    assert machine(LONG, stranger).take(KEY) is None  # believes anyone
     believing = Tier(place, believed=(own.public,), signer=own)
     assert machine(LONG, believing).take(KEY) is not None
     assert machine(LONG, believing).take(KEY) is None

@@ -20,11 +20,6 @@ AC, CAS = f"ac/{'a' * 64}", f"cas/{'b' * 64}"
 LARGE = bytes(range(256)) * (40 << 10)  # 10 MiB: more than a part of a multipart upload
 
 
-class Unreadable(io.BytesIO):
-    def read(self, size=-1, /):
-        raise OSError("a disk that fails")
-
-
 def test_a_file_is_on_disk_before_named(tmp_path, monkeypatch):
     """A power cut would leave a file without its bytes, which every machine then finds."""
     synced = dict[int, int]()  # by inode: the size
@@ -40,8 +35,8 @@ def test_a_file_is_on_disk_before_named(tmp_path, monkeypatch):
     place.write(CAS, io.BytesIO(LARGE))
     assert synced[(tmp_path / CAS).stat().st_ino] == len(LARGE)
     assert (tmp_path / "cas").stat().st_ino in synced
-    with pytest.raises(RemoteError):
-        place.write(CAS, Unreadable())
+    with (tmp_path / "written").open("wb") as unreadable, pytest.raises(RemoteError):
+        place.write(CAS, unreadable)
     assert [*(tmp_path / "temp").iterdir()] == []
     assert (tmp_path / CAS).read_bytes() == LARGE
 
@@ -68,30 +63,28 @@ def test_credentials_are_in_no_message_and_a_result_has_its_type(tmp_path, monke
 
 @pytest.mark.thorough
 def test_a_server_that_does_not_answer_is_given_up_and_a_slow_network_is_not(monkeypatch):
+    with pytest.raises(UsageError, match="expected the URL of a bucket or a server"):
+        Objects("gopher://x/y")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         with pytest.raises(RemoteError, match=r"127\.0\.0\.1"):
             Objects(f"http://127.0.0.1:{taken.getsockname()[1]}").read(AC, 1)
-    with pytest.raises(UsageError, match="expected the URL of a bucket or a server"):
-        Objects("gopher://x/y")
     # Without the limit a build would hang. It takes the file and says nothing more, to any request.
     monkeypatch.setattr(objects, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = Objects(f"http://127.0.0.1:{silent.getsockname()[1]}")
         started = time.monotonic()
-        for ask, args in (
-            *((place.read, (AC, 1)), (place.has, (AC,)), (place.write, (AC, b"{}"))),
-            *((place.create, (AC, b"{}")), (place.write, (CAS, io.BytesIO(LARGE)))),
+        for ask, *args in (
+            *((place.read, AC, 1), (place.has, AC), (place.write, AC, b"{}")),
+            *((place.create, AC, b"{}"), (place.write, CAS, io.BytesIO(LARGE))),
         ):
             with pytest.raises(RemoteError, match=args[0][:5]):
                 ask(*args)
         assert time.monotonic() - started < 60  # a bound against an hour
     # An executable of many megabytes takes longer to arrive than an answer may.
     monkeypatch.setattr(objects, "ANSWER_SECONDS", 2.0)  # the test's server may be slow to answer
-    files = {}
-    with http_store(files, [], upload_seconds=3.0) as url:
-        place = Objects(url)
-        place.write(CAS, LARGE[: 2 << 20])
+    with http_store(files := {}, [], upload_seconds=3.0) as url:
+        Objects(url).write(CAS, LARGE[: 2 << 20])
         assert len(files[f"/{CAS}"]) == 2 << 20
 
 

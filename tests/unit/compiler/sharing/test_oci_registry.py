@@ -23,14 +23,13 @@ AC, CAS = f"ac/{'a' * 64}", f"cas/{digest_of(CONTENT).removeprefix('sha256:')}"
 def test_the_login_of_docker_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with fake_registry(user="me:secret", is_basic=True) as registry:
-        host = registry.host
+        url = f"oci://{registry.host}/store"
         with pytest.raises(RemoteError):
-            RegistryStore(f"oci://{host}/store").read(AC, 1000)
-        pair = base64.b64encode(b"me:secret").decode()
+            RegistryStore(url).read(AC, 1000)
         (tmp_path / ".docker").mkdir()
-        login = json.dumps({"auths": {host: {"auth": pair}}})
-        (tmp_path / ".docker" / "config.json").write_text(login)
-        place = RegistryStore(f"oci://{host}/store")
+        login = {"auths": {registry.host: {"auth": base64.b64encode(b"me:secret").decode()}}}
+        (tmp_path / ".docker" / "config.json").write_text(json.dumps(login))
+        place = RegistryStore(url)
         place.write(CAS, CONTENT)
         place.write(AC, RESULT)
         assert place.read(AC, 10_000) == RESULT

@@ -1,14 +1,11 @@
-"""What every kind of store must do, so that machines agree in it: one creates a file, and all see it.
-
-And what is built on any of them: a store that hiccups is asked again, and making room keeps what was used
-last.
-"""
+"""What every kind of store must do so that machines agree in it, and what is built on any of them."""
 
 import io
 import json
 import os
 import threading
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, closing
 
 import pytest
 from tests.extent import one_in
@@ -33,23 +30,14 @@ from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import UsageError
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
-AC = f"ac/{'a' * 64}"
+AC, CAS = f"ac/{'a' * 64}", f"cas/{'b' * 64}"
 SERVERS = {"nginx": nginx, "docker-registry": docker_registry}
 """The kinds that need a program which a machine may lack."""
-if "MOTO" in os.environ:  # its directory, of 290 MB
-    SERVERS["moto"] = moto
-if "AZURITE" in os.environ:  # its directory, of 190 MB
-    SERVERS["azurite"] = azurite
-if "S3RVER" in os.environ:
-    SERVERS["s3rver"] = s3rver
-CONDITIONS = ("kept", "ignored", "refused")
-KINDS = (
-    *("memory", "directory", "http", "registry"),
-    *(f"s3, conditions {each}" for each in CONDITIONS),
-    *SERVERS,
-)
-DELETING = ("directory", "s3, conditions kept")
-"""Kinds of which prejit may delete files."""
+for server in (moto, azurite, s3rver):
+    if server.__name__.upper() in os.environ:  # its directory, of 190 or 290 MB
+        SERVERS[server.__name__] = server
+S3 = [f"s3, conditions {each}" for each in ("kept", "ignored", "refused")]
+KINDS = ("memory", "directory", "http", "registry", *S3, *SERVERS)
 CONTENTS = (b"executable" * 1000, os.urandom(100_000))
 LARGE = bytes(range(256)) * (40 << 10)  # 10 MiB: more than a part of a multipart upload
 
@@ -71,78 +59,73 @@ def connect(request, tmp_path, monkeypatch, files):
             place = Memory()
             yield lambda: place
             return
+        url, env = str(tmp_path / "shared"), {}
         if kind in SERVERS:
             server = SERVERS[kind](tmp_path)
             if server is None:
                 pytest.skip(f"{kind} is not installed")
             server.start()
             stack.callback(server.kill)
-            for name, value in server.env.items():
-                monkeypatch.setenv(name, value)
-            url = server.url
-        elif kind.startswith("s3"):
+            url, env = server.url, server.env
+        elif kind in S3:
             endpoint = stack.enter_context(s3_store(kind.rpartition(" ")[2]))
-            for name, value in {**S3_SETTINGS, "AWS_ENDPOINT": endpoint}.items():
-                monkeypatch.setenv(name, value)
-            url = "s3://bucket/store"
+            url, env = "s3://bucket/store", {**S3_SETTINGS, "AWS_ENDPOINT": endpoint}
         elif kind == "http":
             url = f"{stack.enter_context(http_store({}, []))}/store"
         elif kind == "registry":
             registry = stack.enter_context(fake_registry(blobs=files[0], manifests=files[1]))
             url = f"oci://{registry.host}/team/store"
-        else:
-            url = str(tmp_path / "shared")
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
         yield lambda: read_stores(url, {}).tiers[0].remote
 
 
-def lease(owner):
+def result(owner):
     return encode(SharedResult(KEY, {"owner": owner}, {}), None)
 
 
+def machine(directory, remote):
+    notes = list[str]()
+    return LayeredStore(DirectoryStore.open(directory), [Tier(remote)], notes.append), notes
+
+
 def test_results_and_contents_come_back_as_they_were_sent(connect, tmp_path):
-    place, result, got = connect(), lease("a"), bytearray()
-    path, file = f"cas/{digest_of(LARGE).removeprefix('sha256:')}", tmp_path / "large"
+    place, got, file = connect(), bytearray(), tmp_path / "large"
+    path = f"cas/{digest_of(LARGE).removeprefix('sha256:')}"
     assert place.read(AC, 10_000) is None
     assert not place.has(path)
     assert not place.download(path, got.extend)
     file.write_bytes(LARGE)
     with file.open("rb") as content:
         place.write(path, content)
-    place.write(AC, result)
+    place.write(AC, result("a"))
     other = connect()
     assert other.has(path)
     assert other.download(path, got.extend)
     assert got == LARGE
-    assert other.read(AC, 10_000) == result
+    assert other.read(AC, 10_000) == result("a")
 
 
 def test_of_machines_that_create_at_once_one_succeeds_and_all_see_it(connect):
-    machines = [(connect(), lease(f"machine {number}")) for number in range(4)]
-    created = dict[bytes, bool]()
-
-    def create(number):
-        machine, content = machines[number]
-        created[content] = machine.create(AC, content)
-
-    in_threads(len(machines), create)
-    assert sum(created.values()) == 1, created
-    winner = next(content for content, has_won in created.items() if has_won)
+    machines, created = [connect() for _ in range(4)], dict[int, bool]()
+    in_threads(4, lambda n: created.update({n: machines[n].create(AC, result(n))}))
+    [winner] = [number for number, has_won in created.items() if has_won]
     place, other = connect(), connect()
-    assert place.read(AC, 10_000) == winner
-    assert not place.create(AC, lease("late"))
-    assert place.create(AC, winner), "the answer to an earlier attempt of ours may have been lost"
-    if not place.remove(f"cas/{'b' * 64}"):
+    assert place.read(AC, 10_000) == result(winner)
+    assert not place.create(AC, result("late"))
+    assert place.create(AC, result(winner)), "the answer to our earlier attempt may have been lost"
+    if not place.remove(CAS):
         for ask in (lambda: list(place.listed()), lambda: evict(place, 0)):
             with pytest.raises(UsageError, match="whose files can be listed"):
                 ask()
-        other.write(AC, lease(""))
-        assert place.read(AC, 10_000) == lease("")
+        other.write(AC, result(""))
+        assert place.read(AC, 10_000) == result("")
         return
-    assert [(each.path, each.size) for each in connect().listed()] == [(AC, len(winner))]
+    assert [(each.path, each.size) for each in connect().listed()] == [(AC, len(result(winner)))]
     assert place.remove(AC)
     assert not other.has(AC)
     assert place.remove(AC), "what is not there is removed"
-    assert other.create(AC, lease("second"))
+    assert other.create(AC, result("second"))
 
 
 def test_who_makes_a_damaged_result_again_replaces_it(connect, files, tmp_path, request):
@@ -173,30 +156,6 @@ def test_who_makes_a_damaged_result_again_replaces_it(connect, files, tmp_path, 
         assert notes == []
 
 
-def test_one_machine_has_the_lease_until_it_gives_it_back(connect):
-    """Two machines that hold one lease compile the same program. Making room takes no lease in use."""
-    machines = [Leases(Tier(connect()), f"machine {number}", 3600.0) for number in range(4)]
-    held = dict[int, object]()
-    try:
-        in_threads(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
-        [owner] = [number for number, each in held.items() if each is not None]
-        other = machines[owner - 1]
-        assert other.take(KEY) is None
-        place = connect()
-        evicts = place.remove(f"cas/{'b' * 64}")
-        if evicts:
-            place.write(f"cas/{'a' * 64}", b"content")
-            found = evict(connect(), 0)
-            assert (found.removed, found.kept) == (1, 1)
-            assert other.take(KEY) is None
-        machines[owner].close()
-        assert not evicts or evict(connect(), 0).kept == 0
-        assert other.take(KEY) is not None
-    finally:
-        for each in machines:
-            each.close()
-
-
 def test_a_slow_store_still_gives_a_file_to_one(monkeypatch):
     """Every write takes longer than the time that machines wait for each other's."""
     monkeypatch.setattr(remote_module, "SETTLE_SECONDS", 0.01)
@@ -209,14 +168,12 @@ def test_a_slow_store_still_gives_a_file_to_one(monkeypatch):
             return content
 
         def write(self, path, content):
-            slow = content == b"machine 1"
-            threading.Event().wait(0.6 if slow else 0.3)
+            time.sleep(0.6 if content == b"machine 1" else 0.3)
             super().write(path, content)
 
     place, created = Slow(), dict[int, bool]()
     in_threads(2, lambda number: created.update({number: claim(place, AC, b"machine %d" % number)}))
-    assert sorted(created.values()) == [False, True]
-    assert created[1], "the last one that wrote has it"
+    assert created == {0: False, 1: True}, "the last one that wrote has it"
 
 
 def test_a_request_that_fails_is_tried_again(monkeypatch):
@@ -234,15 +191,15 @@ def test_a_request_that_fails_is_tried_again(monkeypatch):
     store = Patient(place)
     store.write("cas/x", io.BytesIO(b"content"))
     assert place.files == {"cas/x": b"content"}
-    for ask, expected in (
-        (lambda: store.read("cas/x", 100), b"content"),
-        (lambda: store.has("cas/x"), True),
-        (lambda: store.download("cas/x", got.extend), True),
-        (lambda: store.create("ac/x", b"mine"), True),
-        (lambda: store.remove("cas/x"), True),
+    for ask, given, expected in (
+        (store.read, ("cas/x", 100), b"content"),
+        (store.has, ("cas/x",), True),
+        (store.download, ("cas/x", got.extend), True),
+        (store.create, ("ac/x", b"mine"), True),
+        (store.remove, ("cas/x",), True),
     ):
         place.left = 2
-        assert ask() == expected
+        assert ask(*given) == expected
     assert got == b"content"
     assert (store.name, place.files) == ("memory://", {"ac/x": b"mine"})
     assert [each.path for each in store.listed()] == ["ac/x"]
@@ -270,26 +227,27 @@ def test_a_cut_download_goes_on(monkeypatch):
         assert got == content
 
 
-@pytest.mark.parametrize("connect", DELETING, indirect=True)
-def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect):
+@pytest.mark.parametrize("connect", ["directory", S3[0]], indirect=True)
+def test_making_room_takes_no_lease_in_use_and_none_that_one_in_use_follows(connect):
     """Without it a third machine would begin with the first lease, beside the owner of the second."""
+    place = connect()
+    place.write(CAS, b"content")
+    with closing(Leases(Tier(connect()), "first", 3600.0)) as first:
+        assert first.take(KEY) is not None
+        found = evict(place, 0)
+        assert (found.removed, found.kept) == (1, 1)
+    assert evict(place, 0).kept == 0
     dead, second, third = (Leases(Tier(connect()), name, 3600.0) for name in "abc")
-    assert dead.take(KEY) is not None
-    second._seconds = 0.0
-    second.take(KEY)  # now it has seen that nobody writes it
-    second._seconds = 3600.0
-    second._watched = {path: (content, -1e9) for path, (content, _) in second._watched.items()}
-    assert second.take(KEY) is not None
-    assert evict(connect(), 0).kept == 2
-    third._watched = dict(second._watched)
-    assert third.take(KEY) is None
-    for each in (dead, second, third):
-        each.close()
-
-
-def machine(directory, remote):
-    notes = list[str]()
-    return LayeredStore(DirectoryStore.open(directory), [Tier(remote)], notes.append), notes
+    with closing(dead), closing(second), closing(third):
+        assert dead.take(KEY) is not None
+        second._seconds = 0.0
+        second.take(KEY)  # now it has seen that nobody writes it
+        second._seconds = 3600.0
+        second._watched = {path: (seen, -1e9) for path, (seen, _) in second._watched.items()}
+        assert second.take(KEY) is not None
+        assert evict(place, 0).kept == 2
+        third._watched = dict(second._watched)
+        assert third.take(KEY) is None
 
 
 def test_the_command_makes_room(tmp_path, capsys):

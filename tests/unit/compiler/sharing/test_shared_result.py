@@ -37,55 +37,47 @@ def test_what_is_encoded_is_decoded(ingredients, result, blobs, signed):
     assert decode(content, key, BELIEVED if signed else ()) == entry
 
 
-def _changed(content, change):
-    """Returns a result whose statement is changed; a signature stays as it was."""
+def _changed(content, change=None, **predicate):
+    """Returns a result whose statement, or its predicate, is changed; a signature stays as it was."""
     outer = json.loads(content)
     inner = json.loads(base64.b64decode(outer["stdoutRaw"]))
+    statement = json.loads(base64.b64decode(inner["payload"])) if "payload" in inner else inner
+    statement["predicate"].update(predicate)
+    statement.update(change or {})
     if "payload" in inner:
-        statement = json.loads(base64.b64decode(inner["payload"]))
-        change(statement)
         inner["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
-    else:
-        change(inner)
     outer["stdoutRaw"] = base64.b64encode(json.dumps(inner).encode()).decode()
     return json.dumps(outer).encode()
 
 
-def _set(**fields):
-    """Changes fields of the predicate of a statement."""
-    return lambda statement: statement["predicate"].update(fields)
-
-
-def _set_type(statement):
-    statement["predicateType"] = "urn:other"
-
-
-def _rename(statement):
-    statement["subject"][0]["digest"]["sha256"] = OTHER.digest.removeprefix("sha256:")
-
-
 SIGNED, UNSIGNED = encode(RESULT_OF_KEY, SIGNER), encode(RESULT_OF_KEY, None)
+SUBJECT = [{"digest": {"sha256": OTHER.digest.removeprefix("sha256:")}}]
 OTHERS = [["jaxlib", "0.10.2"], ["stablehlo", "z"]]
 NOBODY, OF_KEY, DIGESTS = "a key that this build", "expected the result of", "digests of contents"
 REFUSED = {
     "by nobody": (UNSIGNED, KEY, BELIEVED, "expected a signature, found none"),
     "by a stranger": (encode(RESULT_OF_KEY, STRANGER), KEY, BELIEVED, NOBODY),
-    "exchanged": (_changed(SIGNED, _set(blobs={f"sha256:{'b' * 64}": 7})), KEY, BELIEVED, NOBODY),
-    "another key's name": (_changed(SIGNED, _rename), OTHER, BELIEVED, NOBODY),
+    "exchanged": (_changed(SIGNED, blobs={f"sha256:{'b' * 64}": 7}), KEY, BELIEVED, NOBODY),
+    "another key's name": (_changed(SIGNED, {"subject": SUBJECT}), OTHER, BELIEVED, NOBODY),
     "of another key": (SIGNED, OTHER, BELIEVED, OF_KEY),
     "of another key, unsigned": (UNSIGNED, OTHER, (), OF_KEY),
-    "others": (_changed(UNSIGNED, _set(ingredients=OTHERS)), KEY, (), "the ingredients of"),
-    "another kind": (_changed(UNSIGNED, _set(kind="lower")), KEY, (), "the ingredients of"),
+    "others": (_changed(UNSIGNED, ingredients=OTHERS), KEY, (), "the ingredients of"),
+    "another kind": (_changed(UNSIGNED, kind="lower"), KEY, (), "the ingredients of"),
     "truncated": (SIGNED[:-9], KEY, BELIEVED, "expected JSON"),
     "empty": (b"", KEY, (), "expected JSON"),
     "no statement": (b'{"stdoutRaw": "e30="}', KEY, (), "statement"),
     "not base64": (b'{"stdoutRaw": "?"}', KEY, (), "base64"),
     "too large": (b" " * (5 << 20), KEY, (), "at most"),
     "deeply nested": (b'{"stdoutRaw":' + b"[" * 10_000, KEY, (), "expected JSON"),
-    "no digest": (_changed(UNSIGNED, _set(blobs={"../x": 1})), KEY, (), DIGESTS),
-    "a negative size": (_changed(UNSIGNED, _set(blobs={BLOB: -1})), KEY, (), DIGESTS),
-    "no result": (_changed(UNSIGNED, _set(result=None)), KEY, (), "result"),
-    "predicate": (_changed(UNSIGNED, _set_type), KEY, (), "expected the predicate"),
+    "no digest": (_changed(UNSIGNED, blobs={"../x": 1}), KEY, (), DIGESTS),
+    "a negative size": (_changed(UNSIGNED, blobs={BLOB: -1}), KEY, (), DIGESTS),
+    "no result": (_changed(UNSIGNED, result=None), KEY, (), "result"),
+    "predicate": (
+        _changed(UNSIGNED, {"predicateType": "urn:other"}),
+        KEY,
+        (),
+        "expected the predicate",
+    ),
 }
 
 

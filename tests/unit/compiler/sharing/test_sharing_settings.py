@@ -20,20 +20,22 @@ def test_stores_are_read_from_a_url_or_a_file(tmp_path):
     assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
     (tier,) = read_stores(None, {STORE: str(tmp_path / "a b")}).tiers
     assert tier.remote.name == (tmp_path / "a b").as_uri()
-    found = read_stores(
-        write(
-            tmp_path,
-            'namespace = "branch"\n[[store]]\nurl = "http://127.0.0.1:9"\nread = ["branch", "release"]\n'
-            'write = true\nkeys = ["key.pub.pem"]\nsign = "key.pem"\n'
-            '[[store]]\nurl = "oci://127.0.0.1:9/x"\n',
-        )
-    )
+    text = """
+namespace = "branch"
+[[store]]
+url = "http://127.0.0.1:9"
+read = ["branch", "release"]
+write = true
+keys = ["key.pub.pem"]
+sign = "key.pem"
+[[store]]
+url = "oci://127.0.0.1:9/x"
+"""
+    found = read_stores(write(tmp_path, text))
     assert found.namespace == "branch"
-    shown = [
-        (each.namespace, each.writes, each.signer is not None, len(each.believed))
-        for each in found.tiers
-    ]
-    assert shown == [
+    assert [
+        (e.namespace, e.writes, e.signer is not None, len(e.believed)) for e in found.tiers
+    ] == [
         ("branch", True, True, 1),
         ("release", False, False, 1),  # nobody writes into another namespace
         ("branch", False, False, 0),

@@ -59,10 +59,10 @@ def test_an_error_after_signatures_were_attached_says_so(bundle_dir):
 
 
 def damaged_file(bundle, kind):
-    root = json.loads((bundle / "index.json").read_bytes())
-    listed = next(at for at in root["manifests"] if at.get("artifactType") == PARTS_MEDIA_TYPE)
-    target = index_of(bundle)["manifests"][0]
-    at = listed if kind == "list of parts" else target
+    listed = json.loads((bundle / "index.json").read_bytes())["manifests"]
+    at = index_of(bundle)["manifests"][0]
+    if kind == "list of parts":
+        at = next(each for each in listed if each.get("artifactType") == PARTS_MEDIA_TYPE)
     manifest = json.loads(blob(bundle, at["digest"]).read_bytes())
     file = blob(bundle, max(manifest["layers"], key=lambda each: each["size"])["digest"])
     content = file.read_bytes()

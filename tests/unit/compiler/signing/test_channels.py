@@ -2,15 +2,14 @@
 
 import base64
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
+from tests.layouts import GOLDEN
 from tests.signers import signer
+from tests.threads import in_threads
 
 from prejit.compiler.signing import channels
 from prejit.compiler.signing.channels import (
@@ -23,7 +22,7 @@ from prejit.compiler.signing.channels import (
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.channel import signers
 
-BUNDLE = Path(__file__).parents[3] / "format" / "v1" / "chunks"
+BUNDLE = GOLDEN / "chunks"
 
 
 @pytest.fixture
@@ -82,33 +81,24 @@ def test_after_a_rotation_only_the_new_key_releases_and_signs(stable):
 
 
 def test_a_release_without_its_facts_is_no_channel(stable):
-    whole = stable.read_bytes()
+    whole = json.loads(stable.read_bytes())
     for lost in ("channel", "version"):
-        found = json.loads(whole)
-        payload = json.loads(base64.b64decode(found["release"]["payload"]))
+        payload = json.loads(base64.b64decode(whole["release"]["payload"]))
         del payload["predicate"][lost]
-        found["release"]["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
-        stable.write_text(json.dumps(found))
+        text = base64.b64encode(json.dumps(payload).encode()).decode()
+        stable.write_text(json.dumps({**whole, "release": {**whole["release"], "payload": text}}))
         with pytest.raises(UsageError, match="expected the file of a channel"):
             publish(stable, "release", "stable", ["a"])
 
 
 def test_all_who_sign_or_release_at_once_have_done_so(stable):
-    names = [f"person {number}" for number in range(8)]
-    started = threading.Barrier(len(names))
-
-    def sign(name):
-        key = signer(name)
-        started.wait(60)
-        sign_channel(stable, key)
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(sign, names))
+    people = [signer(f"person {number}") for number in range(8)]
+    in_threads(len(people), lambda number: sign_channel(stable, people[number]))
     release = read_channel(stable.read_bytes(), "stable").release
-    assert len(release.signatures) == 1 + len(names)
-    with ThreadPoolExecutor(4) as pool:
-        versions = [pool.submit(publish, stable, "release", "stable", ["a"]) for _ in range(6)]
-    assert sorted(each.result() for each in versions) == [3, 4, 5, 6, 7, 8]
+    assert len(release.signatures) == 1 + len(people)
+    found = list[int]()
+    in_threads(6, lambda _: found.append(publish(stable, "release", "stable", ["a"])))
+    assert sorted(found) == [3, 4, 5, 6, 7, 8]
 
 
 def test_a_file_that_changes_meanwhile_is_not_overwritten(stable):

@@ -78,10 +78,8 @@ def test_services_that_do_not_answer_or_of_another_ca_sign_nothing(tmp_path):
     config.write_text(json.dumps(client_config(url, SIGSTORE.trusted_root())))
     with pytest.raises(NetworkError, match="expected sigstore to answer"):
         keyless_signer(token(), config)
-    config = tmp_path / "sigstore.json"
     with SIGSTORE.serving() as text:
-        found = json.loads(text)
-        found["trustedRoot"] = FakeSigstore().trusted_root()
+        found = json.loads(text) | {"trustedRoot": FakeSigstore().trusted_root()}
         config.write_text(json.dumps(found))
         with pytest.raises(NetworkError, match="SCT"):
             keyless_signer(token(), config)

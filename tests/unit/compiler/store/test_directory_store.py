@@ -69,30 +69,25 @@ def test_what_was_stored_is_found_and_another_content_is_a_miss(cache):
     cache.put(KEY, {"executable": digest, "sizes": [1, 2]}, blobs=[digest])
     assert cache.get(KEY, verify=True) == {"executable": digest, "sizes": [1, 2]}
     assert temp_files(cache) == []
-    content = b"executable" * 3
-    digest = cache.put_blob(content)
-    cache.put(KEY, {}, blobs=[digest])
-    path = cache.blob_path(digest)
-    for size in (0, 5, 29, 31):
+    for size in (0, 4999, 5001):
         path.write_bytes((content * 2)[:size])
         assert cache.get(KEY) is None
     path.write_bytes(content[::-1])
-    assert cache.get(KEY) == {}
+    assert cache.get(KEY) is not None
     cache.put_blob(content)  # replaces the damaged one
-    assert cache.get(KEY, verify=True) == {}
+    assert cache.get(KEY, verify=True) is not None
     path.write_bytes(content[::-1])
     assert cache.get(KEY, verify=True) is None
     assert cache.get(KEY) is None, "it is gone"
 
 
 def test_a_miss_remembers_the_last_key_of_a_name(cache):
-    newer = Key("compile", KEY.name, (("jaxlib", "0.12.0"),))
+    newer, lower = (Key(kind, KEY.name, (("jaxlib", "1"),)) for kind in ("compile", "lower"))
     assert not cache.last_keys("compile", KEY.name)
     cache.put(KEY, {})
-    assert cache.get(newer) is None
-    assert cache.get(Key("lower", KEY.name, KEY.ingredients)) is None
+    assert [cache.get(each) for each in (newer, lower)] == [None, None]
     cache.put(newer, {})
-    cache.put(Key("lower", KEY.name, ()), {})
+    cache.put(lower, {})
     assert cache.last_keys("compile", KEY.name) == (newer,)
     assert not cache.last_keys("compile", "../../other")
     assert cache.read_blob(digest_of(b"")) is None
@@ -102,10 +97,9 @@ def test_a_miss_remembers_the_last_key_of_a_name(cache):
 def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache):
     cache.put(KEY, {"memory": 12345})
     (path,) = (cache.root / "v1" / "actions").rglob("*.json")
-    content = path.read_bytes()
-    places = range(len(content))
-    damages = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in places]
-    for damaged in [*damages, b"", content[:-1], content + b" ", b"\0" * len(content)]:
+    whole = path.read_bytes()
+    changed = [whole[:at] + bytes([byte ^ 4]) + whole[at + 1 :] for at, byte in enumerate(whole)]
+    for damaged in (*changed, b"", whole[:-1], whole + b" ", b"\0" * len(whole)):
         path.write_bytes(damaged)
         assert cache.get(KEY) is None
         assert not path.exists()
@@ -114,13 +108,9 @@ def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache):
 
 
 def test_a_result_without_its_blob_is_not_stored(cache):
-    def write_half():
-        with cache.blob_writer() as blob:
-            blob.write(b"half")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        write_half()
+    with pytest.raises(ZeroDivisionError), cache.blob_writer() as blob:  # noqa: PT012
+        blob.write(b"half")
+        raise ZeroDivisionError
     assert temp_files(cache) == []
     assert cache.blob_path(digest_of(b"half")) is None
     with pytest.raises(StoreError, match="expected blob sha256:"):
@@ -131,9 +121,8 @@ def test_a_result_without_its_blob_is_not_stored(cache):
 def test_the_default_root_must_be_usable(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("PREJIT_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_root() == Path("/home/me/.cache/prejit/build")
     for name, value, expected in (
+        ("XDG_CACHE_HOME", "", "/home/me/.cache/prejit/build"),
         ("XDG_CACHE_HOME", "relative", "/home/me/.cache/prejit/build"),
         ("XDG_CACHE_HOME", "/xdg", "/xdg/prejit/build"),
         ("PREJIT_CACHE", "/mine", "/mine"),

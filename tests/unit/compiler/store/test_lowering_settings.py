@@ -28,9 +28,7 @@ def before_and_after(settings):
     """The configuration of a process with environment variables, before and after it imports jax."""
     plain = {name: value for name, value in os.environ.items() if name.lower() not in COUNTED}
     command, env = [sys.executable, "-c", BEFORE_AND_AFTER], {**plain, **settings}
-    done = subprocess.run(command, env=env, capture_output=True, check=True)
-    before, after = json.loads(done.stdout)
-    return before, after
+    return json.loads(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
 
 
 def other(name, value):
@@ -52,8 +50,8 @@ def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configu
     assert COUNTED.keys() & HARMLESS == set()
     values = {name: value for name, value in jax.config.values.items() if name in COUNTED}
     settings = {name: other(name, values[name]) for name in values.keys() - set(UNREAD)}
-    settings["jax_optimization_level"] = "O1"  # its values are not in the registry
-    settings["jax_memory_fitting_level"] = "O1"
+    levels = ("jax_optimization_level", "jax_memory_fitting_level")
+    settings |= dict.fromkeys(levels, "O1")  # their values are not in the registry
     settings["jax_export_calling_convention_version"] = "9"
     variables = {name.upper(): value for name, value in settings.items()}
     spelled = "JAX_EXPORT_IGNORE_FORWARD_COMPATIBILIY"
@@ -64,7 +62,7 @@ def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configu
 
 
 def test_other_settings_count_and_defaults_do_not(monkeypatch):
-    assert before_and_after({}) == ("", "")
+    assert before_and_after({}) == ["", ""]
     values = {**dict.fromkeys(("jax_platforms", "jax_log_compiles"), "x"), "jax_scan4": False}
     module = SimpleNamespace(config=SimpleNamespace(values=values))
     monkeypatch.setitem(sys.modules, "jax", module)

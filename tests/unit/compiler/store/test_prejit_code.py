@@ -14,20 +14,15 @@ from prejit.compiler.store.prejit_code import KnownDigests, code_digest
 from prejit.compiler.store.source_file import definitions
 from prejit.runtime.base.files import digest_of
 
-READ = cache(definitions)
-"""Reads each text once in all tests."""
+
+def forget():
+    cached = ("code_digest", "reached", "_known", "_content", "_links", "_module", "_is_module")
+    for name in cached:
+        getattr(prejit_code, name).cache_clear()
 
 
-@pytest.fixture
-def copied(tmp_path_factory):
-    at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
-    return {
-        name: Path(shutil.copytree(root, at / name, ignore=unwanted))
-        for name, root in prejit_code._ROOTS.items()
-    }
-
-
-def changed(module, how):
+def edit(module, how):
+    """Change the source of a module, in a copy of ours or in a small one."""
     file = prejit_code._file(module)
     before = file.read_text()
     assert how(before) != before, "the edit changes nothing"
@@ -36,21 +31,22 @@ def changed(module, how):
 
 
 @pytest.fixture
-def edit(copied, monkeypatch):
-    """Changes the source of a module, in a copy of ours."""
-    monkeypatch.setattr(prejit_code, "_ROOTS", copied)
-    monkeypatch.setattr(prejit_code, "definitions", READ)
+def forgotten():
     forget()
-    yield changed
+    yield
     forget()
 
 
-def forget():
-    for cached in (
-        *(prejit_code.code_digest, prejit_code.reached, prejit_code._known),
-        *(prejit_code._content, prejit_code._links, prejit_code._module, prejit_code._is_module),
-    ):
-        cached.cache_clear()
+@pytest.fixture
+def copied(tmp_path, monkeypatch, forgotten):
+    """A copy of our sources."""
+    unwanted = shutil.ignore_patterns("*.so", "*.pyc")
+    roots = {
+        name: Path(shutil.copytree(root, tmp_path / name, ignore=unwanted))
+        for name, root in prejit_code._ROOTS.items()
+    }
+    monkeypatch.setattr(prejit_code, "_ROOTS", roots)
+    monkeypatch.setattr(prejit_code, "definitions", cache(definitions))  # reads each text once
 
 
 STEPS = {
@@ -87,22 +83,17 @@ CHANGES = [
 """What decides results makes them again, and no others."""
 
 
-def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(edit):
+@pytest.mark.usefixtures("copied")
+def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else():
     before = {name: code_digest(*roots) for name, roots in STEPS.items()}
     for place, steps in CHANGES:
-        module, _, name = place.partition(":")
+        module, _, name = f"prejit.{place}".partition(":")
         line = f"{name} = {name}" if name else "print(1)"
-        edit(f"prejit.{module}", lambda source, line=line: f"{source}\n{line}\n")
-        assert not name or f"prejit.{place}" in defined(f"prejit.{module}"), f"{place} is gone"
+        edit(module, lambda source, line=line: f"{source}\n{line}\n")
+        assert not name or len(prejit_code._module(module).named[name]) == 2, f"{place} is gone"
         after = {name: code_digest(*roots) for name, roots in STEPS.items()}
         assert {step for step in STEPS if after[step] != before[step]} == steps, place
         before = after
-
-
-def defined(module):
-    """The names that a module defines twice: of which an edit added the second."""
-    named = prejit_code._module(module).named
-    return {f"{module}:{name}" for name, found in named.items() if len(found) == 2}
 
 
 MAIN, HELPER, OTHER = (f"prejit.compiler.{name}" for name in ("main", "base.helper", "base.other"))
@@ -125,23 +116,21 @@ SOURCES = {
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
+def package(tmp_path, monkeypatch, forgotten):
     monkeypatch.setattr(prejit_code, "_ROOTS", {"prejit.compiler": tmp_path})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "__init__.py").touch()
     for name, source in SOURCES.items():
         prejit_code._file(name).write_text(textwrap.dedent(source))
-    forget()
-    yield changed
-    forget()
+    return edit
 
 
 def replaced(old, new):
     return lambda source: source.replace(old, new)
 
 
-def test_prose_changes_no_digest(package):
-    before = code_digest(MAIN)
+def test_all_that_runs_changes_the_digest_and_prose_does_not(package):
+    found = [code_digest(MAIN)]
     for module, old, new in (
         (MAIN, "def run", '"""What it is for: (."""\n\n\ndef run'),
         (MAIN, "return double(x) +", "return double(  # both\n        x) +"),
@@ -151,27 +140,29 @@ def test_prose_changes_no_digest(package):
         (OTHER, "x + x", "x - x"),
     ):
         package(module, replaced(old, new))
-        assert code_digest(MAIN) == before, new
-
-
-def test_all_that_runs_changes_the_digest(package):
-    found = {code_digest(MAIN)}
-    for number, (module, old, new) in enumerate(
-        (
-            *((MAIN, "x < 0", "x < 1"), (MAIN, '"text"', '"texts"'), (HELPER, "2 *", "3 *")),
-            *((MAIN, "ValueError", "TypeError"), (MAIN, "base.helper", "base.other")),
-            (MAIN, "    return", "return"),
-        )
+        assert code_digest(MAIN) == found[0], new
+    for module, old, new in (
+        *((MAIN, "x < 0", "x < 1"), (MAIN, "'xt'", "'xts'"), (HELPER, "2 *", "3 *")),
+        *((MAIN, "ValueError", "TypeError"), (MAIN, "base.helper", "base.other")),
+        (MAIN, "    return", "return"),
     ):
         package(module, replaced(old, new))
-        found.add(code_digest(MAIN))
-        assert len(found) == number + 2, new
+        assert code_digest(MAIN) not in found, new
+        found.append(code_digest(MAIN))
 
 
-def test_what_an_import_runs_is_in_all_digests_but_not_where_a_module_is(package):
-    before = code_digest(f"{MAIN}:run")
-    package(HELPER, lambda source: f"{source}\nprint(1)\n")
-    assert code_digest(f"{MAIN}:run") != before
+def test_what_an_import_runs_is_in_all_digests_but_nothing_beside_it_and_no_place(package):
+    package(HELPER, lambda source: source + "\ndef triple(x):\n    return 3 * x\n")
+    found = [code_digest(f"{MAIN}:run")]
+    for old, new, changes in (
+        ("3 *", "4 *", False),
+        ("2 *", "triple(1) - 1 *", True),
+        ("4 *", "5 *", True),
+        ("def triple", "print(1)\n\ndef triple", True),
+    ):
+        package(HELPER, replaced(old, new))
+        found.append(code_digest(f"{MAIN}:run"))
+        assert (found[-1] != found[-2]) == changes, new
     with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
         code_digest(f"{MAIN}:gone")
     before = code_digest(MAIN)
@@ -179,17 +170,6 @@ def test_what_an_import_runs_is_in_all_digests_but_not_where_a_module_is(package
     package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
     assert HELPER not in prejit_code.reached(MAIN)
     assert code_digest(MAIN) == before
-
-
-def test_code_beside_what_is_used_changes_no_digest(package):
-    package(HELPER, lambda source: source + "\ndef triple(x):\n    return 3 * x\n")
-    before = code_digest(f"{MAIN}:run")
-    package(HELPER, replaced("3 *", "4 *"))
-    assert code_digest(f"{MAIN}:run") == before
-    package(HELPER, replaced("2 *", "triple(1) - 1 *"))
-    used = code_digest(f"{MAIN}:run")
-    package(HELPER, replaced("4 *", "5 *"))
-    assert code_digest(f"{MAIN}:run") != used
 
 
 def test_code_is_found_by_any_import(package):
@@ -225,8 +205,8 @@ def sources(tmp_path, monkeypatch):
     return {"prejit.code": tmp_path / "code"}
 
 
-def test_new_sources_or_a_file_of_others_are_not_believed(sources, runtime_cache, monkeypatch):
-    """A second change could leave the same times."""
+def test_what_may_be_wrong_is_not_believed(sources, runtime_cache, monkeypatch):
+    """New sources, whose second change could leave the same times; a file of others; a damaged one."""
     with monkeypatch.context() as patch:
         patch.setattr(prejit_code, "SETTLED_SECONDS", 60.0)
         KnownDigests(sources).keep("step", DIGEST)
@@ -235,11 +215,7 @@ def test_new_sources_or_a_file_of_others_are_not_believed(sources, runtime_cache
     [file] = runtime_cache.rglob("*.json")
     file.chmod(0o666)
     assert KnownDigests(sources).get("step") is None
-
-
-def test_a_source_that_changed_or_a_damaged_file_ends_all(sources, runtime_cache):
-    KnownDigests(sources).keep("step", DIGEST)
-    [file] = runtime_cache.rglob("*.json")
+    file.chmod(0o600)
     held = json.loads(file.read_bytes())
     wrong = {**held, "digests": {"step": "sha256:0"}}, {**held, "sources": "0"}
     for content in (b"", b"[]", *(json.dumps(each).encode() for each in wrong)):
@@ -247,6 +223,9 @@ def test_a_source_that_changed_or_a_damaged_file_ends_all(sources, runtime_cache
         assert KnownDigests(sources).get("step") is None
         KnownDigests(sources).keep("step", DIGEST)
         assert KnownDigests(sources).get("step") == DIGEST
+
+
+def test_a_source_that_changed_ends_all(sources, runtime_cache):
     code = sources["prejit.code"]
 
     def rewrite_with_its_old_times():

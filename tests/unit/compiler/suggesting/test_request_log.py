@@ -47,29 +47,25 @@ def test_lengths_come_from_logs_of_a_server_or_the_user(tmp_path):
 def test_logs_of_several_bundles_or_another_form_are_named(tmp_path):
     one, other = generate("a"), generate("b", new_tokens=9)
     path = log(tmp_path, request(1.0, 0.5, one), request(2.0, 0.5, other))
-    with pytest.raises(UsageError, match=r"one of the bundles of the log \(a, b\), found none"):
-        read_log(path)
     found = read_log(path, "b")
     assert found.generations == {LoggedGeneration(20, 9): 1}
     assert found.seconds_at == {1: 0.5}
-    with pytest.raises(UsageError, match="found 'c'"):
-        read_log(path, "c")
-    for line, problem in WRONG:
+    both = r"one of the bundles of the log \(a, b\), found none"
+    for name, problem in ((None, both), ("c", "found 'c'")):
+        with pytest.raises(UsageError, match=problem):
+            read_log(path, name)
+    for line, problem in (
+        ("{", "line 1: expected JSON"),
+        ("[1]", "line 1: expected an object"),
+        ('{"tokens": 3}', "line 1: expected prompt_tokens or length, found tokens"),
+        ('{"length": 0}', "length: expected a number from 1 to"),
+        ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
+        ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),
+        ('{"event": "start"}', "expected requests with lengths, found none"),
+    ):
         with pytest.raises(UsageError, match=problem):
             read_log(log(tmp_path, line))
-    with pytest.raises(StoreError, match=r"none\.jsonl: cannot read: No such file"):
-        read_log(tmp_path / "none.jsonl")
     (tmp_path / "latin").write_bytes(b"\xff")
-    with pytest.raises(StoreError, match="not UTF-8"):
-        read_log(tmp_path / "latin")
-
-
-WRONG = [
-    ("{", "line 1: expected JSON"),
-    ("[1]", "line 1: expected an object"),
-    ('{"tokens": 3}', "line 1: expected prompt_tokens or length, found tokens"),
-    ('{"length": 0}', "length: expected a number from 1 to"),
-    ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
-    ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),
-    ('{"event": "start"}', "expected requests with lengths, found none"),
-]
+    for name, problem in (("none", "none: cannot read: No such file"), ("latin", "not UTF-8")):
+        with pytest.raises(StoreError, match=problem):
+            read_log(tmp_path / name)

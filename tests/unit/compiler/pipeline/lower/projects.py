@@ -34,14 +34,14 @@ class Project:
         self.store = DirectoryStore.open(directory.parent / "cache")
         self.lowered = {}
 
-    def write_manifest(self, functions):
+    def write_manifest(self, functions, more_tables=""):
         sections = []
         for name, text in functions.items():
             at, _, more = text.partition("\n")
             args = "" if "args" in more else 'args = { x = "float32[3]" }\n'
             sections.append(f'[[program]]\nname = "{name}"\nfunction = "{at}"\n{args}{more}\n')
         target = '[[target]]\nname = "cpu-host"\n'
-        self.write("m.toml", f'[bundle]\nname = "m"\n{"".join(sections)}{target}')
+        self.write("m.toml", f'[bundle]\nname = "m"\n{more_tables}{"".join(sections)}{target}')
 
     def write(self, name, content):
         path = self.directory / name

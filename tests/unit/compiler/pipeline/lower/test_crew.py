@@ -4,19 +4,14 @@ import io
 import json
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from tests import own_decoders
 from tests.decoders import write_random
 from tests.extent import one_in, sampled
 
-from prejit.compiler.compile.executor import Executor
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import crew
@@ -27,15 +22,17 @@ from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.workspace import Workspace
-from prejit.compiler.progress import Progress
+from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import PrejitError
 
-TWO = cast("Executor", SimpleNamespace(lowering_processes=2))
-"""What an executor says that leaves room for two processes."""
+from .projects import Project, tensors
+
+TWO = SimpleNamespace(lowering_processes=2)
+"""An executor that leaves room for two processes."""
 CODE = """
 import os, sys
 import jax.numpy as jnp
@@ -46,39 +43,21 @@ def f(x):
 def g(params, x):
     return x * params["w"]
 """
-SECTIONS = (
-    'name = "f"\nfunction = "code_of_crew:f"\nargs = ["float32[{n}]"]\nbuckets = { n = [1, 2, 3, 4, 5, 6] }',
-    'name = "g"\nfunction = "code_of_crew:g"\nargs = ["float32[3]"]\nparams = "w.safetensors"',
-)
+SIX = 'code_of_crew:f\nargs = ["float32[{n}]"]\nbuckets = { n = [1, 2, 3, 4, 5, 6] }'
+SEVEN = {"f": SIX, "g": 'code_of_crew:g\nargs = ["float32[3]"]\nparams = "w.safetensors"'}
 
 
-class Notes(Progress):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
+class Crewed(Project):
+    """Programs that this process lowers, or two others."""
 
-    def _tell(self, text):
-        self.lines.append(text)
-
-    _tell_finished = _tell
-
-
-class Project:
-    """A manifest with a module beside it, and the steps of a build up to lowering."""
-
-    def __init__(self, directory, code, *sections, more=""):
-        directory.mkdir()
-        self.directory = directory
-        (directory / "code_of_crew.py").write_text(code)
-        save_file({"w": np.float32([1, 2, 3])}, directory / "w.safetensors")
-        programs = "".join(f"[[program]]\n{each}\n" for each in sections)
-        text = f'[bundle]\nname = "crew"\n{more}{programs}[[target]]\nname = "cpu-host"\n'
-        (directory / "m.toml").write_text(text)
-        self.manifest = read_manifest(directory / "m.toml")
-        self.notes = Notes()
-
-    def store(self, name):
-        return DirectoryStore.open(self.directory / name)
+    def __init__(self, tmp_path, code, functions, more=""):
+        files = {"w.safetensors": tensors(1)}
+        super().__init__(tmp_path / "project", functions, files, code_of_crew=code)
+        self.write_manifest(functions, more)
+        self.manifest = read_manifest(self.directory / "m.toml")
+        self.progress = Quiet()
+        self.progress.note = self.notes.append
+        self.one, self.two = (DirectoryStore.open(tmp_path / name) for name in ("one", "two"))
 
     def plan(self, store):
         return plan_build(self.manifest, store)
@@ -88,20 +67,15 @@ class Project:
         plan = self.plan(store)
         own = self.manifest.has_own_model
         weights = None if plan.model is None or own else open_weights(plan.model)
-        before = Workspace.of(plan, store, self.notes)
+        before = Workspace.of(plan, store, self.progress)
         check(before, weights)
         space = before.with_plan(lower_own(before))
         found = {each.spec.name: lower(space, each) for each in space.plan.programs}
         remember(before, found, space.parameters(), space.plan.own)
-        return {each.spec.name: each for each in self.plan(store).programs}
-
-    def open(self, plan, store):
-        return open_crew(plan, PlanOptions(), TWO, store, self.notes)
+        return forms(self.plan(store).programs)
 
     def crew(self, plan, store):
-        found = self.open(plan, store)
-        assert found is not None
-        return found
+        return open_crew(plan, PlanOptions(), TWO, store, self.progress)
 
     def lower_apart(self, store):
         """Lower all programs in two processes."""
@@ -116,43 +90,38 @@ def small_work_is_enough(monkeypatch):
     monkeypatch.setattr(crew, "_PROCESS_SECONDS", 0.05)
 
 
-@pytest.fixture
-def project(tmp_path):
-    return partial(Project, tmp_path / "project")
-
-
 def forms(programs):
     """Return what decides the rest of a build, by program."""
     return {
-        name: (asdict(each.lowered), each.spec.kind == "call" and each.parameters, each.key)
-        for name, each in programs.items()
+        each.spec.name: (
+            asdict(each.lowered),
+            each.spec.kind == "call" and each.parameters,
+            each.key,
+        )
+        for each in programs
         if each.lowered is not None
     }
 
 
 @pytest.mark.thorough
-def test_programs_are_those_of_the_builds_own_process(project, tmp_path, monkeypatch):
+def test_programs_are_those_of_the_builds_own_process(tmp_path, monkeypatch):
     """Though the user's code prints, and reads stdin: neither touches the messages."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    made = project(CODE, *SECTIONS)
-    expected = forms(made.lower(made.store("one")))
+    made = Crewed(tmp_path, CODE, SEVEN)
+    expected = made.lower(made.one)
     assert len(expected) == 7
-    made.notes.lines.clear()
-
-    def machine(name):
-        tiers = [Tier(Objects((tmp_path / "shared").as_uri()))]
-        return LayeredStore(made.store(name), tiers, made.notes.note)
-
+    made.notes.clear()
     (tmp_path / "shared").mkdir()
-    store = machine("two")
-    assert forms(made.lower_apart(store)) == expected
-    assert made.notes.lines == []
-    # And the traces are kept, as the build keeps its own.
-    assert all(each.lowered for each in made.plan(store).programs)
-    assert made.open(made.plan(store), store) is None
+    tiers = [Tier(Objects((tmp_path / "shared").as_uri()))]
+    store = LayeredStore(made.two, tiers, made.notes.append)
+    assert forms(made.lower_apart(store).values()) == expected
+    assert made.notes == []
+    # And the traces are kept, as the build keeps its own, and shared.
+    assert made.crew(made.plan(store), store) is None
+    assert forms(made.plan(store).programs) == expected
     store.finish()
-    another = machine("three")
-    assert all(each.lowered for each in made.plan(another).programs)
+    another = LayeredStore(DirectoryStore.open(tmp_path / "three"), tiers, made.notes.append)
+    assert forms(made.plan(another).programs) == expected
     another.finish()
 
 
@@ -162,31 +131,31 @@ CONTEXTS = {"own": [16, 32], "published": [16]}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", sampled(CONTEXTS, lambda kind: kind == "published"))
-def test_a_decoder_is_the_same(project, tmp_path, kind):
+def test_a_decoder_is_the_same(tmp_path, kind):
     source = 'module = "code_of_crew:nnx_decoder"'
     if kind == "published":
         source = f"source = {json.dumps(str(write_random('gpt2', tmp_path / 'gpt2')))}"
     code = Path(own_decoders.__file__).read_text()
     sizes = f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = {CONTEXTS[kind]}\n"
-    made = project(code, more=f"[model]\n{source}\n{sizes}")
-    expected = forms(made.lower(made.store("one")))
-    assert forms(made.lower_apart(made.store("two"))) == expected
-    plan, known = made.plan(made.store("two")), made.plan(made.store("one")).own
-    assert forms({each.spec.name: each for each in plan.programs}) == expected
+    made = Crewed(tmp_path, code, {}, f"[model]\n{source}\n{sizes}")
+    expected = made.lower(made.one)
+    assert forms(made.lower_apart(made.two).values()) == expected
+    plan, known = made.plan(made.two), made.plan(made.one).own
+    assert forms(plan.programs) == expected
     if kind == "own":  # not their values, which the processes of tests compute with other settings
         assert plan.own.parameters.keys() == known.parameters.keys()
 
 
 @pytest.mark.parametrize("module", one_in(2, ["code_of_crew", "code_of_nobody"]))
-def test_a_mistake_reads_as_in_the_build(project, module):
+def test_a_mistake_reads_as_in_the_build(tmp_path, module):
     """A module that is not there is found before anything is lowered."""
-    section = SECTIONS[0].replace("code_of_crew", module)
-    made = project("def f(x):\n    return x @ x.missing\n", section)
-    plan = made.plan(made.store("one"))
+    functions = {"f": SIX.replace("code_of_crew", module)}
+    made = Crewed(tmp_path, "def f(x):\n    return x @ x.missing\n", functions)
+    plan = made.plan(made.one)
     with pytest.raises(PrejitError) as expected:
-        made.lower(made.store("two"))
+        made.lower(made.two)
     with pytest.raises(type(expected.value)) as caught:  # noqa: PT012
-        with made.crew(plan, made.store("one")) as crew:
+        with made.crew(plan, made.one) as crew:
             crew.check()
             assert module == "code_of_crew"
             crew.lower(plan, plan.programs, None, chosen=True)
@@ -204,51 +173,42 @@ def f(x):
 
 
 @pytest.mark.thorough
-def test_a_killed_process_loses_nothing(project, tmp_path):
+def test_a_killed_process_loses_nothing_and_what_kills_two_is_left(tmp_path):
     flag = str(tmp_path / "was-killed")
     code = DIES.format(condition=f"not os.path.exists({flag!r})", flag=flag)
-    made = project(code, SECTIONS[0], SECTIONS[0].replace('"f"', '"again"'))
-    assert len(made.lower_apart(made.store("one"))) == 12
+    made = Crewed(tmp_path / "once", code, {"f": SIX, "again": SIX})
+    assert len(made.lower_apart(made.one)) == 12
     assert Path(flag).exists()
-    assert 1 <= len(made.notes.lines) <= 2  # both may have begun before there was a flag
-    assert made.notes.lines[0].endswith(": its process was killed by SIGKILL")
-
-
-@pytest.mark.thorough
-def test_what_kills_two_processes_is_left(project, tmp_path):
-    code = DIES.format(condition="x.shape[0] == 5", flag=str(tmp_path / "flag"))
-    made = project(code, SECTIONS[0])
-    found = made.lower_apart(made.store("one"))
-    assert [*found] == [f"f/n{n}" for n in (1, 2, 3, 4)]  # the first unit
+    assert 1 <= len(made.notes) <= 2  # both may have begun before there was a flag
+    assert made.notes[0].endswith(": its process was killed by SIGKILL")
+    code = DIES.format(condition="x.shape[0] == 5", flag=flag)
+    made = Crewed(tmp_path / "always", code, {"f": SIX})
+    assert [*made.lower_apart(made.one)] == [f"f/n{n}" for n in (1, 2, 3, 4)]  # the first unit
     label = "lowering f/n5 to f/n6"
     killed = f"{label}: its process was killed by SIGKILL"
-    assert made.notes.lines == [killed, killed, f"{label} in the process of the build"]
+    assert made.notes == [killed, killed, f"{label} in the process of the build"]
 
 
-def test_a_manifest_that_changed_is_not_lowered(project):
-    made = project(CODE, *SECTIONS)
-    plan = made.plan(made.store("one"))
+def test_a_manifest_that_changed_or_was_made_in_python_is_lowered_by_the_build(tmp_path):
+    made = Crewed(tmp_path, CODE, SEVEN)
+    plan = made.plan(made.one)
     file = made.directory / "m.toml"
     file.write_text(file.read_text().replace("[3]", "[4]"))
-    with made.crew(plan, made.store("one")) as crew:
+    with made.crew(plan, made.one) as crew:
         assert crew.check() is None
         assert crew.lower(plan, plan.programs, None, chosen=True) == {}
-    [line] = made.notes.lines
-    assert line.endswith(f"in the process of the build: {made.directory / 'm.toml'} has changed")
-
-
-def test_a_manifest_that_was_made_in_python_starts_no_process(tmp_path):
-    store = DirectoryStore.open(tmp_path)
+    [line] = made.notes
+    assert line.endswith(f"in the process of the build: {file} has changed")
     programs = [Program(f"f{n}", fn=lambda x: x, args=["float32[3]"]) for n in range(9)]
-    plan = plan_build(Manifest("python", programs=programs, targets=["cpu-host"]), store)
-    assert open_crew(plan, PlanOptions(), TWO, store, Notes()) is None
+    made.manifest = Manifest("python", programs=programs, targets=["cpu-host"])
+    assert made.crew(made.plan(made.one), made.one) is None
 
 
-def test_a_build_that_fails_leaves_no_process_behind(project):
-    made = project("def f(x):\n    while True:\n        pass\n", SECTIONS[0])
-    plan = made.plan(made.store("one"))
+def test_a_build_that_fails_leaves_no_process_behind(tmp_path):
+    made = Crewed(tmp_path, "def f(x):\n    while True:\n        pass\n", {"f": SIX})
+    plan = made.plan(made.one)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with made.crew(plan, made.store("one")) as crew:
+        with made.crew(plan, made.one) as crew:
             crew.check()
             seen = [each.pid for each in crew._processes]
             raise KeyboardInterrupt

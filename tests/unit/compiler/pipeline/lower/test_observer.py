@@ -1,7 +1,7 @@
 """What code of the user asks while it is traced: each way to ask is noticed."""
 
 import builtins
-import importlib
+import importlib.machinery
 import os
 import py_compile
 import shutil
@@ -14,6 +14,7 @@ import zipfile
 import pytest
 from tests.extent import one_in
 
+from prejit.compiler.lowering.user import observer as observer_module
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.runtime.errors import ManifestError
@@ -164,20 +165,6 @@ def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, mo
     assert made.changed()
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """A distribution that provides `toylib`, and requires one that provides `toydeep`."""
-    packages = tmp_path / "site-packages"
-    for name, requires in (("toylib", "Requires-Dist: toydeep\n"), ("toydeep", "")):
-        described = packages / f"{name}-1.dist-info"
-        described.mkdir(parents=True)
-        (packages / f"{name}.py").write_text(TWO)
-        (described / "METADATA").write_text(f"Name: {name}\nVersion: 1\n{requires}")
-        (described / "top_level.txt").write_text(f"{name}\n")
-    monkeypatch.syspath_prepend(str(packages))
-    return packages
-
-
 RECORD = """\
 ../../../bin/toy,sha256={other},10
 __editable___toy_finder.py,sha256={other},10
@@ -187,9 +174,18 @@ __pycache__/toylib.cpython-311.pyc,,
 """
 
 
-def test_another_version_or_the_same_installed_again_is_noticed(tmp_path, installed):
+def test_another_version_or_the_same_installed_again_is_noticed(tmp_path, monkeypatch):
+    """A distribution that provides `toylib` requires one that provides `toydeep`."""
+    installed = tmp_path / "site-packages"
+    for name, requires in (("toylib", "Requires-Dist: toydeep\n"), ("toydeep", "")):
+        described = installed / f"{name}-1.dist-info"
+        described.mkdir(parents=True)
+        (installed / f"{name}.py").write_text(TWO)
+        (described / "METADATA").write_text(f"Name: {name}\nVersion: 1\n{requires}")
+        (described / "top_level.txt").write_text(f"{name}\n")
+    monkeypatch.syspath_prepend(str(installed))
     found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
-    unread = Project(tmp_path / "unread", {"q": "other:f"}, other=times("len(os.sep)", "import os"))
+    unread = Project(tmp_path / "unread", {"q": "other:f"}, other=SAME)
     assert unread.trace() == {"q"}
     for name in ("toylib", "toydeep"):
         metadata = installed / f"{name}-1.dist-info" / "METADATA"
@@ -213,9 +209,9 @@ def test_code_copied_beside_packages_has_no_version_and_is_traced_at_every_build
     tmp_path, monkeypatch
 ):
     packages = tmp_path / "site-packages"
-    packages.joinpath("damaged-1.dist-info").mkdir(parents=True)
-    packages.joinpath("damaged-1.dist-info", "top_level.txt").write_text("toycopied\n")
-    packages.joinpath("toycopied.py").write_text(TWO)
+    (packages / "damaged-1.dist-info").mkdir(parents=True)
+    (packages / "damaged-1.dist-info" / "top_level.txt").write_text("toycopied\n")
+    (packages / "toycopied.py").write_text(TWO)
     monkeypatch.syspath_prepend(str(packages))
     code = times("FACTOR", "from toycopied import FACTOR")
     found = Project(tmp_path / "p", {"p": "model:f"}, model=code)
@@ -237,14 +233,13 @@ def test_a_variable_is_always_noticed(tmp_path, monkeypatch):
 
 
 def test_hooks_are_gone_after_a_trace(tmp_path):
-    from importlib.machinery import SourceFileLoader
-
     import safetensors.numpy
     import tensorstore
 
     def hooks():
         of_python = builtins.__import__, os.stat, type(os.environ).__getitem__
-        of_imports = SourceFileLoader.get_code, sys.modules["_frozen_importlib"]._gcd_import
+        loader = importlib.machinery.SourceFileLoader
+        of_imports = loader.get_code, sys.modules["_frozen_importlib"]._gcd_import
         starts = threading.Thread.start, sys.modules["_posixsubprocess"].fork_exec
         of_libraries = safetensors.numpy.safe_open, tensorstore.open, tensorstore.KvStore.open
         return (*of_python, *of_imports, *starts, *of_libraries)
@@ -260,16 +255,14 @@ def test_hooks_are_gone_after_a_trace(tmp_path):
 
 def test_what_an_observer_itself_imports_is_not_noted(tmp_path, monkeypatch):
     """Python 3.12.3 imports `ntpath` whenever a Path is made: noting an import must not note its own."""
-    from prejit.compiler.lowering.user import observer as module
-
-    asked = module.is_installed
+    asked = observer_module.is_installed
 
     def is_installed(file):
         import ntpath  # noqa: F401
 
         return asked(file)
 
-    monkeypatch.setattr(module, "is_installed", is_installed)
+    monkeypatch.setattr(observer_module, "is_installed", is_installed)
     (tmp_path / "helper.py").write_text("FACTOR = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     with observing(Observer(tmp_path)):

@@ -7,12 +7,11 @@ import json
 import os
 import sys
 import threading
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
-from tests.extent import one_in
 from tests.unit.compiler.sharing.fixtures import Memory
 
 from prejit.compiler.pipeline.workspace import find_code
@@ -24,87 +23,60 @@ from prejit.runtime.errors import BuildError, ManifestError
 
 from .projects import SAME, SCALED, THREE, TWO, Project, numbers, project, tensors, times
 
-
-class Noticed(NamedTuple):
-    """Code whose trace reads what changes: files before and after, a part of the reason, more lines."""
-
-    model: str
-    before: dict
-    after: dict
-    why: str = ""
-    more: str = ""
-
-
 HERE = "import os\nimport pathlib\n\nimport numpy as np\n\nHERE = pathlib.Path(__file__).parent"
 PARAMETERS = "def f(params, x):\n    return x * params['w']\n"
-ABSENT = "try:\n    {}\nexcept ImportError:\n    FACTOR = 2"
+READ_IF_ANY = f"""{HERE}
+def f(x):
+    try:
+        return x * int((HERE / "factor").read_text())
+    except FileNotFoundError:
+        return x * 5
+"""
+READ_BY_A_THREAD = times(
+    "asyncio.run(asyncio.to_thread(np.load, HERE / 'factor.npy'))", f"import asyncio\n{HERE}"
+)
+MORE = {SAME: 'reads = ["data/*.json"]', PARAMETERS: 'params = "p.safetensors"'}
+"""More lines of the section of a model, which declare what it reads: its program stays the same."""
 
 
-def declared(name, content, why):
-    return Noticed(SAME, {"data/one.json": "1"}, {name: content}, why, 'reads = ["data/*.json"]')
+def without(module):
+    """A model that scales by the FACTOR of a module, or by 2 without it."""
+    head = f"try:\n    from {module} import FACTOR\nexcept ImportError:\n    FACTOR = 2"
+    return times("FACTOR", head)
 
 
-NOTICED = {
-    "a helper two imports away": Noticed(
-        SCALED,
-        {"helper.py": "from deep import FACTOR\n", "deep.py": TWO},
-        {"deep.py": THREE},
-        "module deep: sha256:",
-    ),
-    "a package for a module": Noticed(SCALED, {"helper.py": TWO}, {"helper/__init__.py": THREE}),
-    "a module appears": Noticed(
-        times("FACTOR", ABSENT.format("from fast_helper import FACTOR")),
-        {},
-        {"fast_helper.py": THREE},
-        "module fast_helper: absent -> sha256:",
-    ),
-    "a submodule appears": Noticed(
-        times("FACTOR", ABSENT.format("from package.fast import FACTOR")),
-        {"package/__init__.py": ""},
-        {"package/fast.py": THREE},
-    ),
-    "a declared file": declared("data/one.json", "2", "reads data/one.json: sha256:"),
-    "no declared file": declared("data/one.json", None, "reads data/one.json: sha256:"),
-    "parameters": Noticed(
-        PARAMETERS,
-        {"p.safetensors": tensors(1)},
-        {"p.safetensors": tensors(2)},
-        "params p.safetensors: sha256:",
-        'params = "p.safetensors"',
-    ),
-    "a file is deleted": Noticed(
-        "import pathlib\n\n\ndef f(x):\n    try:\n        return x * int(pathlib.Path(__file__)"
-        ".with_name('factor').read_text())\n    except FileNotFoundError:\n        return x * 5\n",
-        {"factor": "2"},
-        {"factor": None},
-        "file factor: sha256:",
-    ),
-    "a thread": Noticed(
-        times(
-            "asyncio.run(asyncio.to_thread(np.load, HERE / 'factor.npy'))",
-            f"{HERE}; import asyncio",
-        ),
-        {"factor.npy": numbers(2)},
-        {"factor.npy": numbers(3)},
+ONE, P = "data/one.json", "p.safetensors"
+DEEP = {"helper.py": "from deep import FACTOR\n", "deep.py": TWO}
+NOTICED = {  # a model, what is beside it before and after a change, and a part of the reason
+    "import of an import": (SCALED, DEEP, {"deep.py": THREE}, "module deep: sha256:"),
+    "a package": (SCALED, {"helper.py": TWO}, {"helper/__init__.py": THREE}, ""),
+    "a new module": (without("new"), {}, {"new.py": THREE}, "module new: absent -> sha256:"),
+    "a submodule": (without("p.new"), {"p/__init__.py": ""}, {"p/new.py": THREE}, ""),
+    "a declared file": (SAME, {ONE: "1"}, {ONE: "2"}, f"reads {ONE}: sha256:"),
+    "no declared file": (SAME, {ONE: "1"}, {ONE: None}, f"reads {ONE}: sha256:"),
+    "parameters": (PARAMETERS, {P: tensors(1)}, {P: tensors(2)}, f"params {P}: sha256:"),
+    "a deleted file": (READ_IF_ANY, {"factor": "2"}, {"factor": None}, "file factor: sha256:"),
+    "a thread": (
+        *(READ_BY_A_THREAD, {"factor.npy": numbers(2)}, {"factor.npy": numbers(3)}),
         "file factor.npy: sha256:",
     ),
 }
 
 
-@pytest.mark.parametrize("case", NOTICED.values(), ids=NOTICED.keys())
-def test_what_a_trace_read_and_changes_is_noticed(tmp_path, case):
-    files = {"model.py": case.model, **case.before}
-    made = Project(tmp_path / "p", {"p": f"model:f\n{case.more}"}, files)
+@pytest.mark.parametrize(("model", "before", "after", "why"), NOTICED.values(), ids=NOTICED.keys())
+def test_what_a_trace_read_and_changes_is_noticed(tmp_path, model, before, after, why):
+    more = MORE.get(model, "")
+    made = Project(tmp_path / "p", {"p": f"model:f\n{more}"}, {"model.py": model, **before})
     assert [made.trace(), made.trace()] == [{"p"}, set()]
-    before = made.lowered["p"].portable
-    for name, content in case.after.items():
+    program = made.lowered["p"].portable
+    for name, content in after.items():
         made.write(name, content)
-    assert case.why in made.why()
+    assert why in made.why()
     assert made.trace() == {"p"}
-    assert (made.lowered["p"].portable == before) == bool(case.more)
+    assert (made.lowered["p"].portable == program) == bool(more)
     # Both are in the store now, whatever the directory.
-    for name in case.after:
-        made.write(name, case.before.get(name))
+    for name in after:
+        made.write(name, before.get(name))
     made.directory = made.directory.rename(tmp_path / "moved")
     assert made.trace() == set()
     # What is kept holds no path of the machine, so that others can use it.
@@ -114,16 +86,13 @@ def test_what_a_trace_read_and_changes_is_noticed(tmp_path, case):
 
 def test_an_earlier_import_is_no_input(tmp_path, monkeypatch):
     """It may be older than its file, and what it read is not known."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "helper.py").write_text(TWO)
-    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    (tmp_path / "helper.py").write_text(TWO)
+    monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("helper")
     made = Project(tmp_path / "project", {"p": "model:f"}, model=SCALED)
-    assert made.trace() == {"p"}
-    assert made.trace() == {"p"}
+    assert [made.trace(), made.trace()] == [{"p"}, {"p"}]
     del sys.modules["helper"]
-    assert made.trace() == {"p"}
-    assert made.trace() == set()
+    assert [made.trace(), made.trace()] == [{"p"}, set()]
 
 
 def test_a_namespace_package_that_becomes_another_is_noticed(tmp_path):
@@ -136,10 +105,10 @@ def test_a_namespace_package_that_becomes_another_is_noticed(tmp_path):
 def test_a_declared_file_that_is_none_is_a_mistake(tmp_path):
     fifo = "data/fifo: expected a regular file.*found a FIFO"
     for pattern, said in (("vocab.txt", "reads.*vocab.txt"), ("data", fifo), ("**", fifo)):
-        made = Project(tmp_path / "p", {"p": f'model:f\nreads = ["{pattern}"]'}, model=SAME)
-        (made.directory / "data").mkdir(exist_ok=True)
-        if not (made.directory / "data" / "fifo").exists():
-            os.mkfifo(made.directory / "data" / "fifo")
+        section = f'model:f\nreads = ["{pattern}"]'
+        made = Project(tmp_path / pattern / "p", {"p": section}, model=SAME)
+        (made.directory / "data").mkdir()
+        os.mkfifo(made.directory / "data" / "fifo")
         with pytest.raises(ManifestError, match=said):
             made.trace()
 
@@ -160,28 +129,26 @@ def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path):
         return found
 
     made.find_code = then_read
-    assert made.trace() == {"p"}
-    assert made.trace() == set()
+    assert [made.trace(), made.trace()] == [{"p"}, set()]
     made.write("factor.npy", numbers(3))
     assert made.changed()
 
 
 def test_what_the_store_and_jax_read_is_not_the_users(tmp_path):
     """Threads of the store read while code of the user runs, and jax lists each directory of sys.path."""
-    stop, store = threading.Event(), DirectoryStore.open(tmp_path / "other")
+    traced, store = threading.Event(), DirectoryStore.open(tmp_path / "other")
 
     def write():
-        while not stop.is_set():
+        while not traced.is_set():
             store.put_blob(b"content")
 
-    other = threading.Thread(target=write)
-    other.start()
     discovers = "from jax._src.xla_bridge import discover_pjrt_plugins\n\ndiscover_pjrt_plugins()\n"
-    try:
-        project(tmp_path, SCALED, helper=f"import time\n{discovers}\ntime.sleep(0.05)\n{TWO}")
-    finally:
-        stop.set()
-        other.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(write)
+        try:
+            project(tmp_path, SCALED, helper=f"import time\n{discovers}\ntime.sleep(0.05)\n{TWO}")
+        finally:
+            traced.set()
     kept = [path.read_text() for path in tmp_path.glob("cache/v1/actions/inputs/*.json")]
     assert kept
     kinds = ('["file"', '["directory"', '["existence of"')
@@ -222,44 +189,31 @@ def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path, declares):
     assert made.changed()
 
 
-@pytest.fixture
-def x64():
-    yield
-    jax.config.update("jax_enable_x64", False)
-
-
-@pytest.mark.usefixtures("x64")
-def test_a_setting_of_jax_that_changes_is_noticed(tmp_path):
-    found = project(tmp_path, times("jnp.arange(3)", "import jax.numpy as jnp"))
-    jax.config.update("jax_enable_x64", True)
-    assert found.why() == "jax configuration: '' -> jax_enable_x64=True"
-    assert found.changed()
-
-
-def test_the_number_of_devices_is_noticed(tmp_path, monkeypatch):
+def test_settings_of_jax_and_the_number_of_devices_are_noticed(tmp_path, monkeypatch, request):
     flag = "--xla_force_host_platform_device_count"
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=2")
-    found = project(tmp_path, times("len(jax.devices())", "import jax"))
+    found = project(tmp_path, times("len(jax.devices()) * jax.numpy.arange(3)", "import jax"))
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_use_thunk_runtime=true {flag}=2")
     assert found.trace() == set()
     for others in (f"{flag}=2 {flag}=3", ""):
         monkeypatch.setenv("XLA_FLAGS", others)
         assert found.why().startswith(f"{flag}: ")
         assert found.trace() == {"p"}
+    request.addfinalizer(lambda: jax.config.update("jax_enable_x64", False))
+    jax.config.update("jax_enable_x64", True)
+    assert found.why() == "jax configuration: '' -> jax_enable_x64=True"
+    assert found.changed()
 
 
 def test_no_shared_store_learns_a_variable(tmp_path, monkeypatch):
     """A password has few values to try: not even its digest may leave this machine."""
     monkeypatch.setenv("MY_PIN", "1234")
     monkeypatch.setenv("JAX_MY_SETTING", "2")
-    read = "import os\n\n\ndef f(x):\n    return x * len(os.environ.get({!r}, '2'))\n"
     names = {"pin": "MY_PIN", "setting": "JAX_MY_SETTING", "unset": "MY_UNSET_SETTING"}
-    manifests = {
-        name: Project(
-            tmp_path / name, {name: f"{name}_m:f"}, **{f"{name}_m": read.format(variable)}
-        )
-        for name, variable in names.items()
-    }
+    manifests = {}
+    for name, variable in names.items():
+        code = times(f"len(os.environ.get({variable!r}, '2'))", "import os")
+        manifests[name] = Project(tmp_path / name, {name: f"{name}_m:f"}, **{f"{name}_m": code})
     place = Memory()
     local, notes = manifests["pin"].store, list[str]()
     store = LayeredStore(local, [Tier(place)], notes.append)
@@ -302,11 +256,8 @@ def test_an_unfinished_entry_is_not_used(tmp_path):
 
 def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path):
     """The trace is of what was loaded, not of what is there afterwards."""
-    model = (
-        "import pathlib\n\nimport helper\n\n\ndef f(x):\n"
-        "    pathlib.Path(__file__).with_name('helper.py').write_text('FACTOR = 3\\n')\n"
-        "    return x * helper.FACTOR\n"
-    )
+    write = "(HERE / 'helper.py').write_text('FACTOR = 3\\n')"
+    model = times(f"{write} * helper.FACTOR", f"{HERE}\nimport helper")
     found = Project(tmp_path / "p", {"p": "model:f"}, model=model, helper=TWO)
     assert found.trace() == {"p"}
     assert found.changed()
@@ -319,59 +270,31 @@ def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path):
     runs = "len(subprocess.run(['echo', 'ab'], capture_output=True).stdout)"
     for number, run in enumerate((runs, fork)):
         found = Project(tmp_path / str(number) / "p", {"p": "model:f"}, model=times(run, head))
-        assert found.trace() == {"p"}
-        assert found.trace() == {"p"}
+        assert [found.trace(), found.trace()] == [{"p"}, {"p"}]
         assert found.why() == "it is traced at every build: model starts a process"
         found.write("model.py", times("3"))
-        assert found.trace() == {"p"}
-        assert found.trace() == set()
+        assert [found.trace(), found.trace()] == [{"p"}, set()]
 
 
-PRECISION = "jax_default_matmul_precision"
-SHARED = {  # the module of each of two sections
-    "a registry": (
-        times("1", "import registry\n\nregistry.known['factor'] = {}"),
-        times("registry.known['factor']", "import registry"),
-    ),
-    "a setting of jax": (
-        times("1", f"import jax\n\njax.config.update('{PRECISION}', [None, 'highest'][{{}} - 2])"),
-        times(f"len(str(jax.config.{PRECISION}))", "import jax"),
-    ),
-    "a module that the other reads": (
-        times("FACTOR", "FACTOR = {}"),
-        "import pathlib\n\nPATH = pathlib.Path(__file__).with_name('one.py')\n\n\n"
-        "def f(x):\n    names = {}\n    exec(PATH.read_text(), names)\n    return x * names['FACTOR']\n",
-    ),
-    "a value that is kept": (
-        times("once(lambda: float(PATH.read_text()))", "from registry import PATH, once"),
-        times("2 * once(lambda: float(PATH.read_text()))", "from registry import PATH, once"),
-    ),
-}
-REGISTRY = """
-import pathlib
-PATH = pathlib.Path(__file__).with_name("factor.txt")
-known = {}
-def once(make):
+REGISTRY = f"""{HERE}
+known = {{}}
+def once():
     if "once" not in known:
-        known["once"] = make()
+        known["once"] = float((HERE / "factor.txt").read_text())
     return known["once"]
 """
 
 
-@pytest.mark.parametrize("name", one_in(2, SHARED))
-def test_what_a_section_leaves_is_noticed(tmp_path, name):
-    one, b = SHARED[name]
-    found = Project(tmp_path / "p", {"one": "one:f", "two": "two:f"}, registry=REGISTRY, two=b)
-
-    def write(value):
-        found.write("one.py", one.replace("{}", str(value), 1))
-        found.write("factor.txt", str(value))
-
-    write(2)
+def test_what_a_section_leaves_is_noticed(tmp_path):
+    """A value that the first section reads and keeps decides the program of the second, too."""
+    one, two = (times(f"{n} * once()", "from registry import once") for n in (1, 2))
+    sections = {"one": "one:f", "two": "two:f"}
+    found = Project(tmp_path / "p", sections, registry=REGISTRY, one=one, two=two)
+    found.write("factor.txt", "2")
     assert found.trace() == {"one", "two"}
     before = found.lowered["two"]
     assert found.trace() == set()
-    write(3)
+    found.write("factor.txt", "3")
     assert found.trace() == {"one", "two"}
     assert found.lowered["two"].portable != before.portable
 
@@ -379,19 +302,16 @@ def test_what_a_section_leaves_is_noticed(tmp_path, name):
 def test_a_section_that_changes_is_traced_again(tmp_path):
     model = "def f(x, n=2):\n    return x * (1.5 if n is True else n)\n"
     sizes = 'args = { x = "float32[{n}]" }\nbuckets = { n = [2] }'
-    for turn, (before, after) in enumerate(
-        (
-            ("", 'donate = ["x"]'),
-            ("", 'args = { x = "float32[4]" }'),
-            ("static = { n = [1] }", "static = { n = [true] }"),
-            (sizes, f'{sizes}\npad = ["n"]'),
-        )
-    ):
-        made = Project(tmp_path / str(turn) / "p", {"p": f"model:f\n{before}"}, model=model)
+    for turn, (before, after) in {
+        "donate": ("", 'donate = ["x"]'),
+        "args": ("", 'args = { x = "float32[4]" }'),
+        "static": ("static = { n = [1] }", "static = { n = [true] }"),
+        "pad": (sizes, f'{sizes}\npad = ["n"]'),
+    }.items():
+        made = Project(tmp_path / turn / "p", {"p": f"model:f\n{before}"}, model=model)
         assert len(made.trace()) == 1
         made.write_manifest({"p": f"model:f\n{after}"})
-        assert len(made.trace()) == 1
-        assert made.trace() == set()
+        assert [len(made.trace()), len(made.trace())] == [1, 0]
 
 
 def test_an_impure_function_is_refused_with_its_operation(tmp_path):

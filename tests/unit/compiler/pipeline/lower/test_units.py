@@ -23,12 +23,13 @@ def model(kind, number):
     return PlannedProgram(spec, key=Key("lower", spec.name, (("number", str(number)),)))
 
 
-programs = st.tuples(st.integers(0, 40), st.integers(0, 90), st.integers(0, 5)).map(
-    lambda sizes: [
-        *(model("decode", number) for number in range(sizes[0])),
-        *(function("f", number) for number in range(sizes[1])),
-        *(function("g", number) for number in range(sizes[2])),
-    ]
+programs = st.builds(
+    lambda decodes, f, g: [
+        *(model("decode", number) for number in range(decodes)),
+        *(function("f", number) for number in range(f)),
+        *(function("g", number) for number in range(g)),
+    ],
+    *(st.integers(0, 40), st.integers(0, 90), st.integers(0, 5)),
 )
 
 

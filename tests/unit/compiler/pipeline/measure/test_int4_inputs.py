@@ -5,6 +5,7 @@ import hashlib
 import os
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from tests.manifests import write_manifest
-from tests.parity.cases import Case
+from tests.parity.cases import Case, shapes_of
 from tests.parity.sibling_cases import Sibling
 from tests.processes import ran
+from tests.unit.compiler.models import small_models
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.manifest.reading import read_manifest
@@ -27,39 +29,20 @@ from prejit.compiler.pipeline.published_files import find_published
 from prejit.runtime.errors import CheckpointError
 
 SIZES = {
-    **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5},
-    **{"max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4},
+    **{"head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": False},
 }
-LLAMA = {
-    **SIZES,
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-}
+LLAMA = {**small_models.LLAMA, **SIZES}
 MIXTURE = {
-    **{**SIZES, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
-    **{"hidden_act": "silu", "moe_intermediate_size": 64, "num_experts": 6},
-    **{"num_experts_per_tok": 2, "mlp_only_layers": [], "norm_topk_prob": True},
+    **{**small_models.QWEN3_MOE, **SIZES, "moe_intermediate_size": 64, "num_experts": 6},
+    **{"mlp_only_layers": [], "norm_topk_prob": True},
 }
-ATTENTION = dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj"], (64, 64))
-ATTENTION |= {"q_norm": (16,), "k_norm": (16,)}
-SHAPES = {
-    **{"model.embed_tokens.weight": (300, 64), "model.norm.weight": (64,)},
-    "lm_head.weight": (300, 64),
-} | {
-    f"model.layers.{layer}.{name}.weight": shape
-    for layer in range(2)
-    for name, shape in {
-        **{"input_layernorm": (64,), "post_attention_layernorm": (64,), "mlp.gate": (6, 64)},
-        **{f"self_attn.{name}": shape for name, shape in ATTENTION.items()},
-        **{
-            f"mlp.experts.{expert}.{name}_proj": (64, 64)
-            for expert in range(6)
-            for name in ("gate", "up", "down")
-        },
-    }.items()
-}
+DENSE = shapes_of({**MIXTURE, "model_type": "qwen3"})
+SHAPES = {name: shape for name, shape in DENSE.items() if ".mlp." not in name}
+for layer in ("model.layers.0.mlp", "model.layers.1.mlp"):
+    SHAPES[f"{layer}.gate.weight"] = (6, 64)
+    for expert, name in product(range(6), ("gate", "up", "down")):
+        SHAPES[f"{layer}.experts.{expert}.{name}_proj.weight"] = (64, 64)
 TOKENS = np.random.default_rng(5).integers(0, 300, 3000).astype(np.int32)
 
 
@@ -156,22 +139,18 @@ def test_a_text_without_a_tokenizer_is_refused(tmp_path):
 def test_texts_that_decide_nothing_are_named_and_matrices_that_none_reaches(tmp_path, monkeypatch):
     model, checkpoint, *_ = made(LLAMA, tmp_path / "model")
     none = int4_inputs.round_by(model, checkpoint, 128, None)
-    assert (none.words, none.line) == (
-        {},
-        "int4: rounded 14 matrices by their weights alone; with a text in model.evaluation they lose less",
-    )
     short = rounded(model, checkpoint, TOKENS[:2200])
-    assert not short.words
-    assert short.line == (
-        "int4: rounded 14 matrices by their weights alone: text.txt has 2,200 tokens, and the last 2,048 "
-        "measure; 10,240 are enough"
-    )
+    alone = "int4: rounded 14 matrices by their weights alone"
+    for found, said in (
+        (none, "; with a text in model.evaluation they lose less"),
+        (short, ": text.txt has 2,200 tokens, and the last 2,048 measure; 10,240 are enough"),
+    ):
+        assert (found.words, found.line) == ({}, f"{alone}{said}")
     wanted = {**quantizing.int4_matrices(model.module, checkpoint.rows)}
     wanted["of.images.weight"] = wanted["model.layers.0.mlp.down_proj.weight"]
     monkeypatch.setattr(quantizing, "int4_matrices", lambda *_: wanted)
-    assert rounded(model, checkpoint).line.endswith(
-        "text.txt, 1 by their weights alone: of.images.weight"
-    )
+    line = rounded(model, checkpoint).line
+    assert line.endswith("text.txt, 1 by their weights alone: of.images.weight")
 
 
 @pytest.mark.thorough

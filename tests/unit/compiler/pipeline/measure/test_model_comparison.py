@@ -25,7 +25,7 @@ def write_tokenizer(directory, **parts):
     return text, tokenizer
 
 
-def test_texts_begin_and_are_cut_as_by_the_tokenizer(tmp_path):
+def test_texts_begin_and_are_cut_as_by_the_tokenizer_which_may_fail(tmp_path):
     for parts, begin in (({}, []), ({"post_processor": begun_with("<s>", 2)}, [2])):
         ids, found = model_comparison.read_text(*write_tokenizer(tmp_path, **parts))
         assert ids.tolist() == [0, 1, 1, 0]
@@ -35,10 +35,6 @@ def test_texts_begin_and_are_cut_as_by_the_tokenizer(tmp_path):
     tokens, length = model_comparison.read_sentences(text, tokenizer, 4)
     assert tokens.tolist() == [[2, 0, 1, 0], [2, 1, 0, 1]]
     assert length.tolist() == [3, 4]
-
-
-def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path):
-    text, tokenizer = write_tokenizer(tmp_path)
     tokenizer.write_text(tokenizer.read_text().replace(', "[UNK]": 3', ""))
     text.write_text("a c")
     for said in (r"tokenizer.json: the evaluation text: .*\[UNK\]", "expected a tokenizer.json: "):
@@ -47,10 +43,10 @@ def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path):
         tokenizer.write_text("{")
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    """A random model, and what computes the logits after each token of a text at once: float64 [T, V]."""
-    source = decoders.write_random("gpt2", tmp_path_factory.mktemp("compared") / "gpt2")
+@pytest.mark.thorough
+@pytest.mark.parametrize(("begin", "count"), cases([([5, 6], 150)], others=[([], 150), ([5], 1)]))
+def test_a_perplexity_counts_each_token_after_what_begins_the_text(tmp_path, begin, count):
+    source = decoders.write_random("gpt2", tmp_path / "gpt2")
     checkpoint, config = open_checkpoint(source), config_file.load_config(source)
     values = {name: checkpoint.read(name) for name in checkpoint.names}
     made = parametrized(model_registry.make_decoder(config))
@@ -63,29 +59,17 @@ def gpt2(tmp_path_factory):
         cache = bound.make_cache(1, size, "float32")
         return bound(tokens, np.zeros(1, np.int32), length, cache, every=True)[0][0]
 
-    def logits(window):
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : window.size] = window
-        found = call(model.weights, tokens, np.array([window.size], np.int32))
-        return np.asarray(found, np.float64)[: window.size]
-
-    return model, logits
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("begin", "count"), cases([([5, 6], 150)], others=[([], 150), ([5], 1)]))
-def test_a_perplexity_counts_each_token_after_what_begins_the_text(gpt2, begin, count):
-    model, logits_of = gpt2
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
     losses = []
-    room = decoders.LARGEST_CONTEXT - len(begin)
-    for first in range(0, count, room):
-        window = np.array([*begin, *text[first : first + room]], np.int32)
-        logits = logits_of(window)
-        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    for first in range(0, count, size - len(begin)):
+        window = np.array([*begin, *text[first : first + size - len(begin)]], np.int32)
+        tokens = np.pad(window, (0, size - window.size))[None]
+        logits = np.asarray(call(model.weights, tokens, np.array([window.size], np.int32)))
+        chances = logits[: window.size].astype(np.float64)
+        chances -= np.log(np.exp(chances).sum(-1, keepdims=True))
         known = max(1, len(begin))
-        losses += [-logits[at - 1, window[at]] for at in range(known, len(window))]
-    sizes = (decoders.VOCABULARY, decoders.LARGEST_CONTEXT)
+        losses += [-chances[at - 1, window[at]] for at in range(known, len(window))]
+    sizes = (decoders.VOCABULARY, size)
     named = ("text", text, np.array(begin, np.int32))
     found = model_comparison.of_decoder("float32", model, model, sizes, named, 0)
     assert found.tokens == len(losses)

@@ -1,9 +1,9 @@
 """A build replaces an older bundle of its own name, and nothing else."""
 
 import shutil
-from pathlib import Path
 
 import pytest
+from tests.layouts import GOLDEN
 
 from prejit.compiler import build
 from prejit.compiler.manifest.manifest import Manifest, Program
@@ -14,13 +14,11 @@ from prejit.compiler.recording.jax_cache_packing import RecordedTarget, packed
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.fingerprint import Requirement
 
-BUILT = Path(__file__).parents[4] / "format" / "v1" / "chunks"
 NAME = "chunks"
-FOREIGN = '{"schemaVersion": 2, "manifests": []}'
 
 
 def built(path):
-    shutil.copytree(BUILT, path)
+    shutil.copytree(GOLDEN / NAME, path)
 
 
 def recorded(path):
@@ -29,8 +27,8 @@ def recorded(path):
 
 
 def foreign(path):
-    shutil.copytree(BUILT, path)
-    (path / "index.json").write_text(FOREIGN)
+    built(path)
+    (path / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
 
 
 def contents(path):

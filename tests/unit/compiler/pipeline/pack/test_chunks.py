@@ -33,14 +33,11 @@ def content_of(size):
     return (bytes(range(251)) * (size // 251 + 1))[:size]
 
 
-@pytest.mark.parametrize(("size", "digits"), GOLDEN.items())
-def test_digests_are_those_of_the_tool(size, digits):
-    assert verity_of(content_of(size)) == f"sha256:{digits}"
-    if size:  # an empty layer has no chunks
-        assert second_reader.verity_of(content_of(size)) == f"sha256:{digits}"
-
-
-def test_pieces_of_any_number_of_blocks_give_the_same_digest():
+def test_digests_are_those_of_the_tool_whatever_pieces_come():
+    for size, digits in GOLDEN.items():
+        assert verity_of(content_of(size)) == f"sha256:{digits}"
+        if size:  # an empty layer has no chunks
+            assert second_reader.verity_of(content_of(size)) == f"sha256:{digits}"
     content = random.Random(0).randbytes(700 * BLOCK + 5)
     assert len({verity_of(content, blocks * BLOCK) for blocks in (1, 3, 128, 129, 1000)}) == 1
 
@@ -52,9 +49,10 @@ def test_a_layer_has_one_digest_wherever_it_is(size, tmp_path):
     path = tmp_path / "x"
     path.write_bytes(content)
     in_file = PackedLayer(made.media_type, made.digest, made.size, path, "x")
-    stores = [DirectoryStore.open(tmp_path / name) for name in ("one", "other")]
-    places = ((made, stores[0]), (in_file, stores[1]), (in_file, stores[1]))
-    found = [chunks_of([each], store) for each, store in places]
-    for chunks in found:
-        assert chunks["application/x"].verity == verity_of(content)
-        assert chunks == found[0]
+    one, other = (DirectoryStore.open(tmp_path / name) for name in ("one", "other"))
+    first, second, third = (
+        chunks_of([each], store)
+        for each, store in ((made, one), (in_file, other), (in_file, other))
+    )
+    assert first == second == third
+    assert first["application/x"].verity == verity_of(content)

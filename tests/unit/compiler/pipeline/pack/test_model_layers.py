@@ -18,11 +18,7 @@ from prejit.compiler.models.chat_files import read_chat
 from prejit.compiler.pipeline import published_files
 from prejit.compiler.pipeline.measure.accuracy import choose_bits
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.model_layers import (
-    check_generation,
-    pack_weights,
-    special_ids,
-)
+from prejit.compiler.pipeline.pack.model_layers import check_generation, pack_weights, special_ids
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import HashedFile, find_published
 from prejit.compiler.pipeline.workspace import Workspace
@@ -55,23 +51,22 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
         read_chat(tmp_path)
 
 
-def planned(directory, sections):
-    """Return the plan of a model in int8, whose tensors lie in two shards."""
+def planned(directory, sections="", dtype='"int8"'):
+    """Return the manifest of a model whose tensors lie in two shards."""
     model = directory / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))
-    random = np.random.default_rng(0)
-    shapes = shapes_of(LLAMA)
-    drawn = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    names = sorted(drawn)
-    where = {name: f"{names.index(name) % 2}.safetensors" for name in names}
-    for file in set(where.values()):
-        save_file({name: drawn[name] for name in names if where[name] == file}, model / file)
+    random, where = np.random.default_rng(0), {}
+    drawn = {n: random.standard_normal(s, np.float32) for n, s in shapes_of(LLAMA).items()}
+    for number in (0, 1):
+        shard = {name: drawn[name] for name in sorted(drawn)[number::2]}
+        save_file(shard, model / f"{number}.safetensors")
+        where |= dict.fromkeys(shard, f"{number}.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (directory / "w.safetensors").write_bytes(save({"w": np.ones(3, np.float32)}))
     (directory / "own.py").write_text("def f(params, x):\n    return params['w'] * x\n")
     sizes = {"prompt": (8,), "context": (16,), "generate": sections}
-    manifest = write_manifest(directory / "m.toml", "model", model='dtype = "int8"', **sizes)
+    manifest = write_manifest(directory / "m.toml", "model", model=f"dtype = {dtype}", **sizes)
     return read_manifest(manifest)
 
 
@@ -94,23 +89,31 @@ def files_of(cache):
     return {each.name for each in cache.glob("v1/actions/weights/**/*") if each.is_file()}
 
 
-def test_a_checkpoint_is_hashed_while_it_is_packed(tmp_path, monkeypatch):
+@pytest.fixture
+def writes(monkeypatch):
+    """The outputs into which weights were written."""
+    found, write = [], bundle_files.write_weights
+
+    def write_weights(tensors, out):
+        found.append(out)
+        time.sleep(0.2)  # others, which began at once, wait
+        write(tensors, out)
+
+    monkeypatch.setattr(bundle_files, "write_weights", write_weights)
+    return found
+
+
+def test_a_checkpoint_is_hashed_while_it_is_packed(tmp_path, monkeypatch, writes):
     monkeypatch.setattr(kept_files, "SETTLED_SECONDS", -1.0)
     monkeypatch.setattr(published_files, "_BLOCK_BYTES", 64)
     manifest = planned(tmp_path, PROGRAM)
-    ahead, writes = [], []
-    hash_ahead, write = HashedFile.read_ahead, bundle_files.write_weights
+    ahead, hash_ahead = [], HashedFile.read_ahead
 
     def read_ahead(self, start, end):
         hash_ahead(self, start, end)
         ahead.append(self.hashed_bytes - end)
 
-    def write_weights(tensors, out):
-        writes.append(out)
-        write(tensors, out)
-
     monkeypatch.setattr(HashedFile, "read_ahead", read_ahead)
-    monkeypatch.setattr(bundle_files, "write_weights", write_weights)
     published, first = packed(manifest, tmp_path / "first")
     # Nothing is hashed long before it is read.
     assert len(ahead) >= 20
@@ -129,15 +132,8 @@ def test_a_checkpoint_is_hashed_while_it_is_packed(tmp_path, monkeypatch):
     assert len(writes) == 2
 
 
-def test_builds_that_begin_at_once_pack_once(tmp_path, monkeypatch):
-    manifest, writes, write = planned(tmp_path, ""), [], bundle_files.write_weights
-
-    def write_weights(tensors, out):
-        writes.append(out)
-        time.sleep(0.2)  # the other one waits
-        write(tensors, out)
-
-    monkeypatch.setattr(bundle_files, "write_weights", write_weights)
+def test_builds_that_begin_at_once_pack_once(tmp_path, writes):
+    manifest = planned(tmp_path)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(packed, manifest, tmp_path / "cache") for _ in range(2)]
         assert len({each.result()[1].digest for each in both}) == 1
@@ -146,7 +142,7 @@ def test_builds_that_begin_at_once_pack_once(tmp_path, monkeypatch):
 
 def test_weights_that_change_while_they_are_read_are_not_packed(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_files, "SETTLED_SECONDS", -1.0)
-    manifest = planned(tmp_path, "")
+    manifest = planned(tmp_path)
     shard = tmp_path / "model" / "0.safetensors"
     content, times = shard.read_bytes(), (shard.stat().st_atime_ns, shard.stat().st_mtime_ns)
 
@@ -170,7 +166,7 @@ def test_weights_that_change_while_they_are_read_are_not_packed(tmp_path, monkey
 
 def test_files_that_look_alike_have_weights_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(published_files, "_OUTLINE_BYTES", 8)
-    manifest, cache = planned(tmp_path, ""), tmp_path / "cache"
+    manifest, cache = planned(tmp_path), tmp_path / "cache"
     published, first = packed(manifest, cache)
     outlines = tuple(published.outlines)
     shard = tmp_path / "model" / "0.safetensors"
@@ -207,26 +203,22 @@ def test_an_encoder_whose_bits_are_measured_is_hashed_once(tmp_path, monkeypatch
 
 
 def test_a_configuration_that_changes_after_the_plan_is_refused(tmp_path):
-    manifest = planned(tmp_path, "")
+    manifest = planned(tmp_path)
     store = DirectoryStore.open(tmp_path / "cache")
     space = Workspace.of(plan_build(manifest, store), store, Quiet())
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    expected = r"model: config\.json: it changed while the build"
     for read in (space.model, lambda: find_published(manifest, space.plan.model)):
-        with pytest.raises(
-            CheckpointError, match=r"model: config\.json: it changed while the build"
-        ):
+        with pytest.raises(CheckpointError, match=expected):
             read()
 
 
 def test_a_text_that_changes_while_it_decides_rounding_is_refused(tmp_path):
-    planned(tmp_path, "")
-    path = tmp_path / "m.toml"
-    path.write_text(path.read_text().replace('"int8"', '"int4"\nevaluation = "text.txt"'))
-    text = tmp_path / "text.txt"
+    text, cache = tmp_path / "text.txt", tmp_path / "cache"
     text.write_text("one")
+    manifest = planned(tmp_path, dtype='"int4"\nevaluation = "text.txt"')
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    manifest, cache = read_manifest(path), tmp_path / "cache"
 
     def change(space, checkpoint):
         time.sleep(0.02)  # a tick of the kernel's clock
@@ -256,34 +248,32 @@ def test_an_answer_that_becomes_another_token_packs_its_row(tmp_path):
 def ids_of(directory, config, generation):
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps(generation))
-    return special_ids(directory, 50)[:2]
+    return special_ids(directory, 50)
 
 
-def test_tokens_that_begin_and_end_texts(tmp_path):
-    eos, bos = "eos_token_id", "bos_token_id"
+def test_tokens_that_begin_and_end_texts_or_begin_answers_are_ids_that_a_token_has(tmp_path):
+    eos, bos, start = "eos_token_id", "bos_token_id", "decoder_start_token_id"
     for config, generation, expected in (
-        ({}, {}, ((), None)),
-        ({eos: 3, bos: 2}, {}, ((3,), 2)),
-        ({eos: 3}, {eos: [7, 5, 7]}, ((5, 7), None)),
-        ({eos: 3, bos: 1}, {eos: None}, ((), 1)),
+        ({}, {}, ((), None, ())),
+        ({eos: 3, bos: 2}, {}, ((3,), 2, ())),
+        ({eos: 3}, {eos: [7, 5, 7]}, ((5, 7), None, ())),
+        ({eos: 3, bos: 1}, {eos: None}, ((), 1, ())),
         # A model that also reads images often gives them with the text model alone.
-        ({"text_config": {eos: 4, bos: 5}}, {}, ((4,), 5)),
-        ({eos: [3], bos: None, "text_config": {eos: 4, bos: 5}}, {}, ((3,), 5)),
+        ({"text_config": {eos: 4, bos: 5}}, {}, ((4,), 5, ())),
+        ({eos: [3], bos: None, "text_config": {eos: 4, bos: 5}}, {}, ((3,), 5, ())),
         # Ids that no token has cannot end a text; -1 would be taken for "no token".
-        ({eos: [-1, 3, 50, 2**70], bos: -1}, {}, ((3,), None)),
+        ({eos: [-1, 3, 50, 2**70], bos: -1}, {}, ((3,), None, ())),
+        ({start: 7}, {}, ((), None, (7,))),
+        ({start: [9, 3, 9]}, {}, ((), None, (9, 3, 9))),
+        ({start: None}, {}, ((), None, ())),
     ):
         assert ids_of(tmp_path, config, generation) == expected
-
-
-def test_tokens_that_begin_answers_keep_order_and_have_a_type(tmp_path):
-    for value, start in ((7, (7,)), ([9, 3, 9], (9, 3, 9)), (None, ())):
-        (tmp_path / "config.json").write_text(json.dumps({"decoder_start_token_id": value}))
-        assert special_ids(tmp_path, 50)[2] == start
-    eos = "eos_token_id"
-    for name, wrong in (("bos_token_id", "2"), (eos, 1.0), (eos, True), (eos, [1, "2"]), (eos, {})):
-        for file in ("generation_config.json", "config.json"):
-            both = ({name: wrong}, {}) if file == "config.json" else ({}, {name: wrong})
-            with pytest.raises(CheckpointError, match=rf"/{file}: {name}: expected a token"):
+    for name, wrong in ((bos, "2"), (eos, 1.0), (eos, True), (eos, [1, "2"]), (eos, {})):
+        for file, both in (
+            ("config", ({name: wrong}, {})),
+            ("generation_config", ({}, {name: wrong})),
+        ):
+            with pytest.raises(CheckpointError, match=rf"/{file}\.json: {name}: expected a token"):
                 ids_of(tmp_path, *both)
 
 
