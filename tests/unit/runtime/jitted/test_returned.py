@@ -95,10 +95,7 @@ def test_a_registered_class_gets_its_auxiliary_data_or_that_of_an_argument():
     one, two, about = jnp.ones(1), jnp.ones(2), object()
     digest = EncodedConstant('["digest","a:B","sha256:' + "0" * 64 + '"]')
     given = {digest.text: about}
-    for aux, expected in (
-        (described((1, 2.5)), (1, 2.5)),
-        (of_argument(digest), about),
-    ):
+    for aux, expected in ((described((1, 2.5)), (1, 2.5)), (of_argument(digest), about)):
         tree = Node("node", (0, 1), (Leaf(), Leaf()), f"{HERE}:Pair", aux=aux)
         found = from_bundle(tree, given)
         assert found.structure == jax.tree.structure(Pair((one, two), expected))

@@ -201,15 +201,7 @@ def test_nothing_lifts_a_quarantine(answering, tmp_path, said, runtime_cache):
 def test_the_recipe_changes_and_old_answers_are_wrong():
     # Version 1, for ever: a change needs a new version.
     assert [*map(int, words(1, 0, 4))] == [301794027, 2789948889, 2117216093, 1959625965]
-    entry = ProgramEntry(
-        "f",
-        "call",
-        {},
-        "",
-        (),
-        (),
-        *(None,) * 3,
-    )
+    entry = ProgramEntry("f", "call", {}, "", (), (), *(None,) * 3)
     texts = ('["x"] float32[2,2]', '["n"] int32[3]', '["m"] bool[2]', '["b"] bfloat16[2]')
     arrays = tuple(check_array(text, None, "") for text in texts)
     x, n, m, b = golden_inputs(entry, arrays, 0, 1)
