@@ -122,6 +122,8 @@ def test_mistakes_are_found_after_calls_that_fit(bundle):
 
 
 def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle):
+    """Not for the first call of a process, either."""
+    _jit_dispatch._has_jit_state.cache_clear()
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
         for setting in (
@@ -156,13 +158,6 @@ def test_what_jax_is_set_to_look_for(bundle, name, of):
                 with pytest.raises(FloatingPointError, match=rf"invalid value \({value}\)"):
                     way(name, *given(value))
             way(name, *given(value))
-
-
-def test_the_first_call_of_a_process_may_be_one_without_jit(path):
-    _jit_dispatch._has_jit_state.cache_clear()
-    x = np.ones((2, 8), np.float32)
-    with jax.disable_jit():
-        np.testing.assert_array_equal(load(path).call("weighted", x), x * 3)
 
 
 NO_JAX = """

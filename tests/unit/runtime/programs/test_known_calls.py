@@ -28,6 +28,10 @@ def mixed(given):
     }
 
 
+def counted(state, x):
+    return {"step": state["step"] + 1, "total": state["total"] + x}, x * state["step"]
+
+
 def same(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -42,7 +46,9 @@ SEED = 11
 def bundle(build_programs):
     """Random arguments with weak and strong types: tests/campaigns/differential.py."""
     example = {"a": np.float64(2), "b": [0.5, np.int64(3)]}
-    return load(build_programs(Program("mixed", fn=mixed, args=[example])))
+    given = {"state": {"step": 0, "total": jnp.zeros(2)}, "x": "float32[2]"}
+    programs = [Program("mixed", mixed, [example]), Program("counted", counted, given)]
+    return load(build_programs(programs))
 
 
 def test_scalars_of_numpy_and_results_on_the_device_keep_their_types(bundle):
@@ -193,25 +199,14 @@ def test_auxiliary_data_is_part_of_the_signature(constants_path, of):
                     calling(given)
 
 
-def counted(state, x):
-    return {"step": state["step"] + 1, "total": state["total"] + x}, x * state["step"]
-
-
-@pytest.fixture(scope="module")
-def kept_bundle(build_programs):
-    state = {"step": 0, "total": jnp.zeros(2)}
-    programs = [Program("counted", fn=counted, args={"state": state, "x": "float32[2]"})]
-    return load(build_programs(programs))
-
-
-def test_a_bound_state_keeps_its_types(kept_bundle):
+def test_a_bound_state_keeps_its_types(bundle):
     x, state = np.ones(2, "f"), {"step": 0, "total": np.zeros(2, "f")}
-    bound = kept_bundle.bind("counted", state=state)
+    bound = bundle.bind("counted", state=state)
     for number in range(3):
         np.testing.assert_array_equal(bound(x=x), x * number)
     assert bound.read()["state"]["step"] == 3
     for step in (np.int32(0), 0.0):
         wrong = {**state, "step": step}
-        for use in (lambda **given: kept_bundle.bind("counted", **given), bound.write):
+        for use in (lambda **given: bundle.bind("counted", **given), bound.write):
             with pytest.raises(UsageError, match=r"expected weak int32\[\], found"):
                 use(state=wrong)

@@ -3,8 +3,6 @@
 import ctypes
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,60 +33,45 @@ def size(x):
     return x.sum() if hasattr(x, "shape") else jnp.float32(len(x))
 
 
-class Call(NamedTuple):
-    """A function, arguments that fit its program, others that do not, and the error."""
-
-    function: Callable[..., Any]
-    example: Any
-    other: Any
-    problem: str
-
-
 ZB, BZ = OrderedDict(z=X, b=X * 5), OrderedDict(b=X * 5, z=X)
 CALLS = {
-    "none_more": Call(counted, [{"a": X}], [{"a": X, "b": None}], r"unexpected 0\['b'\]"),
-    "none_less": Call(counted, [{"a": X, "b": None}], [{"a": X}], r"0\['b'\] is missing: expected"),
-    "none_named": Call(scaled, {"x": X}, {"x": X, "scale": None}, "unexpected scale"),
-    "none_default": Call(scaled, {"x": X, "scale": None}, {"x": X}, "scale is missing: expected"),
-    "turned": Call(layers, [X, ZB], [X, BZ], "order 'z', 'b', found"),
-    "unordered": Call(layers, [X, ZB], [X, dict(ZB)], "order 'z', 'b', found 'b'"),
-    "ordered": Call(layers, [X, dict(ZB)], [X, ZB], "order 'b', 'z', found 'z'"),
+    "none_more": (counted, [{"a": X}], [{"a": X, "b": None}], r"unexpected 0\['b'\]"),
+    "none_less": (counted, [{"a": X, "b": None}], [{"a": X}], r"0\['b'\] is missing: expected"),
+    "none_named": (scaled, {"x": X}, {"x": X, "scale": None}, "unexpected scale"),
+    "none_default": (scaled, {"x": X, "scale": None}, {"x": X}, "scale is missing: expected"),
+    "turned": (layers, [X, ZB], [X, BZ], "order 'z', 'b', found"),
+    "unordered": (layers, [X, ZB], [X, dict(ZB)], "order 'z', 'b', found 'b'"),
+    "ordered": (layers, [X, dict(ZB)], [X, ZB], "order 'b', 'z', found 'z'"),
 }
+"""Functions, arguments that fit their programs, others that do not, and the errors."""
 
 
 @pytest.fixture(scope="module")
 def bundle(build_programs):
-    examples = {name: (each.function, each.example) for name, each in CALLS.items()}
+    examples = {name: call[:2] for name, call in CALLS.items()}
     examples |= {name: (size, [np.ones(n, "f")]) for name, n in (("row", 2), ("number", ()))}
     examples |= {"kept": (lambda x: x + 1, {"x": X})}
     programs = [
-        Program(name, fn=function, args=made(example))
+        Program(name, fn=function, args=lambda example=example: example)
         for name, (function, example) in examples.items()
     ]
     return load(build_programs(programs), on_mismatch="error")
 
 
-def made(example):
-    return lambda: example
+CONTAINERS = [1.0, 2.0], (1.0, 2.0), range(2), deque([1.0, 2.0]), array("f", [1, 2])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("row", each) for each in ([1.0, 2.0], (1.0, 2.0), range(2), deque([1.0, 2.0]))),
-        *(("row", each) for each in (array("f", [1, 2]), memoryview(X), (ctypes.c_float * 2)())),
-    ],
-)
-def test_a_container_is_no_array(bundle, name, value):
+@pytest.mark.parametrize("value", [*CONTAINERS, memoryview(X), (ctypes.c_float * 2)()])
+def test_a_container_is_no_array(bundle, value):
     """NumPy would make an array of it; jax takes its parts, or refuses it."""
     right = np.asarray(value, np.float32)
     for _ in range(2):
         with pytest.raises(UsageError, match="expected 0 as an array, found") as caught:
-            bundle.call(name, value)
+            bundle.call("row", value)
         assert "numpy.asarray makes an array of a list" in str(caught.value.hint)
         with pytest.raises(UsageError, match="expected 0 as an array, found"):
-            bundle.call_by_path(name, {(0,): value})
-        np.testing.assert_array_equal(bundle.call(name, right), right.sum())
+            bundle.call_by_path("row", {(0,): value})
+        np.testing.assert_array_equal(bundle.call("row", right), right.sum())
     with pytest.raises(UsageError, match=r"expected x as an array, found"):
         bundle.bind("kept", x=value)
 
@@ -122,12 +105,12 @@ def same(found, wanted):
 @pytest.mark.parametrize("name", CALLS)
 def test_another_structure_is_refused(bundle, name, of):
     """At the first call, and after calls that fit."""
-    call = CALLS[name]
-    example, other = (jax.tree.map(of, given) for given in (call.example, call.other))
+    function, *given, problem = CALLS[name]
+    example, other = (jax.tree.map(of, each) for each in given)
     ways = [bundle.call, bundle.call_async, bundle.call_on_device]
     for _ in range(3):
         for way in ways:
-            with pytest.raises(UsageError, match=call.problem):
+            with pytest.raises(UsageError, match=problem):
                 called(way, name, given=other)
-        wanted = called(jax.jit(call.function), given=example)
+        wanted = called(jax.jit(function), given=example)
         same(called(bundle.call, name, given=example), wanted)

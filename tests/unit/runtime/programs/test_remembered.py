@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections import OrderedDict, namedtuple
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,7 @@ from prejit.runtime.device.transfer import aligned_zeros
 from prejit.runtime.programs import known_calls
 from prejit.server.engine.engine import Engine
 
-
-class Named(NamedTuple):
-    a: Any
-    b: Any
-
-
-class Turned(NamedTuple):
-    b: Any
-    a: Any
+Named, Turned = namedtuple("Named", "a b"), namedtuple("Turned", "b a")
 
 
 class Tagged:
@@ -217,8 +209,7 @@ def test_the_newest_signatures_are_remembered_and_arguments_may_change(bundle, c
 def test_no_argument_is_kept(bundle, of):
     """Not by what is remembered, nor by results that a caller keeps."""
     steps = bundle.bind("step", state=of(TWO))
-    kept = []
-    given = []
+    kept, given = [], []
     for call in (
         lambda x: bundle.call("joined", {"a": x, "b": x}),
         lambda x: bundle.call_async("joined", {"a": x, "b": x}),

@@ -26,23 +26,16 @@ def examples(batch):
     return {"x": np.ones((batch, 3)), "labels": np.zeros(batch, np.int64)}
 
 
-def program(name, args, **options):
-    return Program(name, fn=loss, args=args, **options)
-
-
-SHAPES = {
-    "x": jax.ShapeDtypeStruct((4, 3), np.float64),
-    "labels": jax.ShapeDtypeStruct((4,), np.int64),
-}
-ROWS = {"x": "float32[{batch}, 3]", "labels": "int32[{batch}]"}
+GIVEN, ROWS = {"x": X, "labels": LABELS}, {"x": "float32[{batch}, 3]", "labels": "int32[{batch}]"}
+SHAPES = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in GIVEN.items()}
 KINDS = [np.zeros(1, kind) for kind in ("i8", "u8", "f8", "c16")]
 PROGRAMS = [
-    program("loss", {"x": X, "labels": LABELS}),
-    program("made", examples, buckets={"batch": (2, 4)}),
-    program("shaped", SHAPES),
-    program("padded", ROWS, buckets={"batch": (8,)}, pad=["batch"]),
-    Program("step", fn=step, args={"state": np.zeros(2), "x": X[0]}),
-    Program("same", fn=lambda *each: each, args=KINDS),
+    Program("loss", loss, GIVEN),
+    Program("made", loss, examples, buckets={"batch": (2, 4)}),
+    Program("shaped", loss, SHAPES),
+    Program("padded", loss, ROWS, buckets={"batch": (8,)}, pad=["batch"]),
+    Program("step", step, {"state": np.zeros(2), "x": X[0]}),
+    Program("same", lambda *each: each, KINDS),
 ]
 NOTE = "is built with ['labels'] as int32 and not int64, ['x'] as float32 and not float64: jax_enable_x64"
 
