@@ -37,16 +37,10 @@ def sampling(sampling_dir):
     return load(sampling_dir)
 
 
-@pytest.fixture(scope="module")
-def plain(decoder_dir):
-    """The same model without a generation config."""
-    return load(decoder_dir)
-
-
-def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, plain, sampling_dir):
-    expected = plain.generate(PROMPT, seed=5, **SAMPLED).token_ids
+def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, bundle, sampling_dir):
+    expected = bundle.generate(PROMPT, seed=5, **SAMPLED).token_ids
     assert len(expected) == 9
-    assert expected != plain.generate(PROMPT, max_new_tokens=9).token_ids
+    assert expected != bundle.generate(PROMPT, max_new_tokens=9).token_ids
     none = dict.fromkeys((*SAMPLED, "stop", "stop_token_ids", "logprobs", "prefix"))
     for result in (
         sampling.generate(PROMPT, seed=5),
@@ -62,14 +56,14 @@ def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, plain, s
     assert request.max_new_tokens == 9
     given = {"temperature": 0, "repetition_penalty": 1, "max_new_tokens": 5}
     found = sampling.generate(PROMPT, **given)
-    assert found.token_ids == plain.generate(PROMPT, max_new_tokens=5).token_ids
+    assert found.token_ids == bundle.generate(PROMPT, max_new_tokens=5).token_ids
     [found] = sampling.generate_batch([PROMPT], sampling=[Sampling(temperature=0.7, seed=3)])
-    alike = plain.generate(PROMPT, temperature=0.7, seed=3, max_new_tokens=9)
+    alike = bundle.generate(PROMPT, temperature=0.7, seed=3, max_new_tokens=9)
     assert found.token_ids == alike.token_ids
     bare = load(sampling_dir, generation_config=False)
     assert bare.defaults == Defaults()
     given = {"max_new_tokens": 9}
-    expected = plain.generate(PROMPT, **given).token_ids
+    expected = bundle.generate(PROMPT, **given).token_ids
     assert bare.generate(PROMPT, **given).token_ids == expected
     assert bare.session().generate(PROMPT, **given).token_ids == expected
     with pytest.raises(UsageError, match="generation_config: expected True or False, found 'no'"):

@@ -1,22 +1,16 @@
 """Prompts that were computed before are found again, and take no more memory than they may."""
 
-import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
 
-from prejit.runtime import load
-from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.prefixes import CompactPrefix, PrefixCache
 from prejit.runtime.generation.rows import CachedText
 from prejit.runtime.generation.shared_prefix import Prefix
 
+from .batches import filled, values
+
 MINE = ("me", "")
-
-
-@pytest.fixture(scope="module")
-def bundle(decoder_dir):
-    return load(decoder_dir, on_mismatch="error")
 
 
 @pytest.fixture
@@ -36,9 +30,8 @@ def prefix(bundle, first, context=24):
     return Prefix(tokens, KVCache(bundle.decoder, 1, context))
 
 
-def found_tokens(kept, prompt, context=24):
-    """The tokens of the prefix that is found."""
-    found = kept.find(prompt, context, MINE)
+def found_tokens(kept, prompt):
+    found = kept.find(prompt, 24, MINE)
     return None if found is None else found.token_ids
 
 
@@ -87,30 +80,19 @@ def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(bun
     assert kept.find([0, *common], 24, MINE) is None
 
 
-def filled(bundle, batch, context):
-    """A cache with another number at each place."""
-    cache = KVCache(bundle.decoder, batch, context)
-    numbers = [to_numpy(array) for array in cache.arrays]
-    cache.arrays = [
-        bundle.decoder.device.copy(np.arange(each.size, dtype=each.dtype).reshape(each.shape))
-        for each in numbers
-    ]
-    return cache
-
-
 @pytest.mark.parametrize(("context", "places"), [(24, 20), (72, 20), (24, 24)])
 def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(bundle, context, places):
     source = filled(bundle, 2, 72)
-    expected = [to_numpy(array)[1:2, :, :places].copy() for array in source.arrays]
+    expected = [array[1:2, :, :places] for array in values(source)]
     tokens = [number % VOCABULARY for number in range(20 if places == 20 else 40)]
     kept = CompactPrefix(bundle.decoder, tokens, source, 1)
     assert kept.size_bytes == cache_bytes(bundle.decoder.cache, 1, len(tokens))
     del source
     back = kept.at(context)
     assert (back.batch, back.context) == (1, context)
-    for array, rows in zip(back.arrays, expected, strict=True):
-        assert (to_numpy(array)[:, :, :places] == rows).all()
-        assert not to_numpy(array)[:, :, places:].any()
+    for array, rows in zip(values(back), expected, strict=True):
+        assert (array[:, :, :places] == rows).all()
+        assert not array[:, :, places:].any()
 
 
 def test_prefixes_never_take_more_than_they_may(bundle):
