@@ -139,13 +139,7 @@ def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer):
     assert sentences == [[1], [1, 2, 3]]
 
 
-@pytest.mark.parametrize("ids", [[], [5], [-1], [0, 1, 99]])
-def test_tokens_that_do_not_exist_are_told(ids):
-    with pytest.raises(UsageError, match="sentence 1"):
-        check_ids([[0], ids], 5)
-
-
-def test_a_pair_without_a_token_is_refused_as_a_sentence_is():
+def test_a_pair_or_a_sentence_without_a_token_or_with_none_that_exists_is_refused():
     library = Tokenizers(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = Tokenizer(library.to_str().encode(), "tokenizer.json")
@@ -157,3 +151,6 @@ def test_a_pair_without_a_token_is_refused_as_a_sentence_is():
     assert tokenize_pairs(encoder, text, "", ["a"], "error").ids == [[0]]
     with pytest.raises(UsageError, match="expected at least one token in sentence 1, found none"):
         tokenize_pairs(encoder, text, "", ["a", " "], "error")
+    for ids in ([], [5], [-1], [0, 1, 99]):
+        with pytest.raises(UsageError, match="sentence 1"):
+            check_ids([[0], ids], 5)
