@@ -206,58 +206,48 @@ def test_programs_with_weights_in_chunks_compile_from_their_portable_form():
     assert (chunks["size"], len(chunks["digests"])) == (65_536, 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"algorithm": "sha256"}, "expected blake3, found 'sha256'"),
-        ({"size": 67_108_865}, "expected a size of 65536 to 67108864 bytes, found 67108865"),
-        ({"digests": []}, "expected digests of 64 hexadecimal digits, at least one"),
-        ({"digests": ["a" * 64]}, "expected 3 for 153856 bytes in chunks of 65536, found 1"),
-        ({"verity": "sha256:" + "A" * 64}, "expected verity of sha256: and 64 hexadecimal digits"),
-    ],
-)
-def test_two_readers_refuse_the_same_chunks(change, complaint):
-    target, needs, manifest = both_readings("chunks")
-    changed = {WEIGHTS_MEDIA_TYPE: {**target.config["chunks"][WEIGHTS_MEDIA_TYPE], **change}}
-    content = to_json({**target.config, "chunks": changed})
-
-    def check():
-        check_chunks_layers(check_config(content, target.name, needs, "config"), manifest, "config")
-
-    with pytest.raises(RejectError, match=complaint):
-        check()
-    [weights] = [at for at in manifest.layers if at.mediaType == WEIGHTS_MEDIA_TYPE]
-    layers = {"weights.v1.safetensors": blob(HERE / "chunks", weights.digest).read_bytes()}
-    with pytest.raises(AssertionError):
-        second_reader.check_chunks(json.loads(content), layers)
+A_FILE = "expected a file of jax's compilation cache"
+HEXADECIMAL = "expected digests of 64 hexadecimal digits"
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("name", "change", "complaint"),
     [
-        ({"file": "../../.profile"}, "expected a file of jax's compilation cache"),
-        ({"file": f"jit_a-{'0' * 63}-cache"}, "expected a file of jax's compilation cache"),
-        ({"ingredients": {"computation": "A" * 64}}, "expected digests of 64 hexadecimal digits"),
-        ({"entry": {"raw_size": (1 << 30) + 1}}, "raw_size: expected 1 to"),
-        ({"entry": {"offset": 1 << 20}}, "expected frames in .* bytes, found 1048576 to"),
+        ("chunks", {"algorithm": "sha256"}, "expected blake3, found 'sha256'"),
+        ("chunks", {"size": 67_108_865}, "a size of 65536 to 67108864 bytes, found 67108865"),
+        ("chunks", {"digests": []}, f"{HEXADECIMAL}, at least one"),
+        ("chunks", {"digests": ["a" * 64]}, "3 for 153856 bytes in chunks of 65536, found 1"),
+        ("chunks", {"verity": "sha256:" + "A" * 64}, "verity of sha256: and 64 hexadecimal digits"),
+        ("recorded", {"file": "../../.profile"}, A_FILE),
+        ("recorded", {"file": f"jit_a-{'0' * 63}-cache"}, A_FILE),
+        ("recorded", {"ingredients": {"computation": "A" * 64}}, HEXADECIMAL),
+        ("recorded", {"entry": {"raw_size": (1 << 30) + 1}}, "raw_size: expected 1 to"),
+        ("recorded", {"entry": {"offset": 1 << 20}}, "frames in .* bytes, found 1048576 to"),
     ],
 )
-def test_two_readers_refuse_the_same_recorded_files(change, complaint):
-    target, needs, manifest = both_readings("recorded")
-    said = target.config["recorded"][0]
-    changed = {**said, **change, "entry": {**said["entry"], **change.get("entry", {})}}
-    config = {**target.config, "recorded": [changed]}
+def test_two_readers_refuse_the_same_chunks_and_recorded_files(name, change, complaint):
+    target, needs, manifest = both_readings(name)
+    if name == "chunks":
+        said = target.config["chunks"][WEIGHTS_MEDIA_TYPE]
+        config = {**target.config, "chunks": {WEIGHTS_MEDIA_TYPE: {**said, **change}}}
+    else:
+        said = target.config["recorded"][0]
+        entry = {**said["entry"], **change.get("entry", {})}
+        config = {**target.config, "recorded": [{**said, **change, "entry": entry}]}
 
     def check():
         checked = check_config(to_json(config), target.name, needs, "config")
+        check_chunks_layers(checked, manifest, "config")
         check_recorded_layer(checked, manifest, "config")
         check_packs(checked, manifest, "config")
 
     with pytest.raises(RejectError, match=complaint):
         check()
-    layer = blob(HERE / "recorded", manifest.layers[0].digest).read_bytes()
+    kinds = [layer.mediaType.removeprefix(second_reader.TYPE) for layer in manifest.layers]
+    contents = [blob(HERE / name, layer.digest).read_bytes() for layer in manifest.layers]
+    check_other = second_reader.check_chunks if name == "chunks" else second_reader.check_recorded
     with pytest.raises((AssertionError, zstandard.ZstdError)):
-        second_reader.check_recorded(config, {"recorded.v1+zstd": layer})
+        check_other(config, dict(zip(kinds, contents, strict=True)))
 
 
 def test_recorded_files_are_refused_beside_anything_else_and_by_load():
