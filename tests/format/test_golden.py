@@ -1,8 +1,4 @@
-"""Golden bundles of the format: every later reader still reads them, and gives what they gave.
-
-A bundle of format N lies in v<N>, with the script that made it. From the first release on none is made again:
-to make one of these tests pass, mend the reader.
-"""
+"""Golden bundles of format N, in v<N>: later readers still read them; after a release none is made again."""
 
 import dataclasses
 import functools

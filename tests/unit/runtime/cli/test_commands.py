@@ -78,24 +78,6 @@ def test_explain_shows_every_axis(settled_dir, foreign, said):
     assert (plain["target"], axes) == (None, [["jaxlib"]] * 2)
 
 
-@pytest.fixture
-def named(recipe, tmp_path):
-
-    def write(which, names):
-        def renamed(program):
-            texts = getattr(program, which)
-            for old, new in names.items():
-                texts = tuple(text.replace(old, new) for text in texts)
-            return with_trees(dataclasses.replace(program, **{which: texts}))
-
-        def change(config):
-            return dataclasses.replace(config, programs=tuple(map(renamed, config.programs)))
-
-        return recipe.configured(change).write(tmp_path / "named")
-
-    return write
-
-
 def nest(bundle, tmp_path, half="tree.half"):
     np.save(tmp_path / "half.npy", np.array([1, 2, 3], ml_dtypes.bfloat16))
     np.save(tmp_path / "count.npy", np.ones((2, 2), np.int32))
@@ -171,9 +153,8 @@ def test_an_option_that_is_0_or_empty_is_given(decoder_dir, settled_dir, capsys)
         captured = capsys.readouterr()
         assert captured.out == ""
         assert f"error[usage]: {option.replace('-', '_')}: expected" in captured.err
-    for command in ("explain --fingerprint", "bench --baseline", "bench --against"):
-        name, option = command.split()
-        assert run(name, settled_dir, option, "") == 6
+    for name, option in (("explain", "fingerprint"), ("bench", "baseline"), ("bench", "against")):
+        assert run(name, settled_dir, f"--{option}", "") == 6
 
 
 def test_call_refuses_arguments_that_make_no_sense(settled_dir, x_file, tmp_path, capsys):
@@ -199,13 +180,7 @@ def test_call_refuses_arguments_that_make_no_sense(settled_dir, x_file, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *('["..","..","escaped"]', '["{tmp}/escaped"]', '["a/../../escaped"]'),
-        *('["nul\\u0000"]', '[""]', '[".hidden"]', '["%2F"]'),
-    ],
-)
+@pytest.mark.parametrize("path", ['["..","..","escaped"]', '["{tmp}/escaped"]'])
 def test_results_stay_in_their_place(path, recipe, tmp_path, x_file):
     """Their names come out of the bundle, and whoever wrote it need not be a friend."""
     path = path.replace("{tmp}", str(tmp_path))
@@ -224,39 +199,32 @@ def test_results_stay_in_their_place(path, recipe, tmp_path, x_file):
     assert files() - before == {out.parent, out, made}
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ('["a.b"]', '["a","b"]'),
-        ('["a%2Eb"]', '["a.b"]'),
-        ('[""]', '["result"]'),
-        ('["",""]', '["."]'),
-        ('["a\\u0001"]', '["a%01"]'),
-        ('["\\ud800"]', '["%D800"]'),
-        ('["a/b"]', '["a%2Fb"]'),
-    ],
-)
-def test_results_share_none(first, second, named, tmp_path):
-    bundle = named("results", {'["scalar"]': first, '["sums",0]': second, '["sums",1]': '["c"]'})
-    assert nest(bundle, tmp_path) == 0
-    sizes = sorted(np.load(file).size for file in (tmp_path / "out").iterdir())
-    assert sizes == [1, 3, 4]
+def test_call_takes_nested_arguments_whose_keys_may_have_dots(
+    settled_dir, recipe, tmp_path, capsys
+):
+    def named(old, new):
+        def renamed(program):
+            texts = tuple(text.replace(old, new) for text in program.arguments)
+            return with_trees(dataclasses.replace(program, arguments=texts))
 
+        def change(config):
+            return dataclasses.replace(config, programs=tuple(map(renamed, config.programs)))
 
-def test_call_takes_nested_arguments_whose_keys_may_have_dots(settled_dir, named, tmp_path, capsys):
+        return recipe.configured(change).write(tmp_path / "named")
+
     assert nest(settled_dir, tmp_path) == 0
     assert "sums.1.npy  int32[2, 2]" in capsys.readouterr().out
     found = {file.name: np.load(file) for file in (tmp_path / "out").iterdir()}
     assert found.keys() == {"scalar.npy", "sums.0.npy", "sums.1.npy"}
     assert found["sums.1.npy"].tolist() == [[2, 2], [2, 2]]
-    bundle = named("arguments", {'["tree","half"]': '["tree","h.0/x"]'})
+    bundle = named('["tree","half"]', '["tree","h.0/x"]')
     assert nest(bundle, tmp_path, "tree.h%2E0%2Fx") == 0
     for wrong in ("tree.h.0/x", "tree.half"):
         assert nest(bundle, tmp_path, wrong) == 2
         error = capsys.readouterr().err
         assert f"--arg: expected a name of an argument of 'nest', found {wrong!r}" in error
         assert "they are: tree.h%2E0%2Fx, tree.pair.0, tree.pair.1; a dot" in error
-    seven = named("arguments", {'"half"': '"7"'})  # a key that looks like a number is a key
+    seven = named('"half"', '"7"')  # a key that looks like a number is a key
     assert nest(seven, tmp_path, "tree.7") == 0
 
 

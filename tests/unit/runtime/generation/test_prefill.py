@@ -37,14 +37,9 @@ def test_first_tokens_come_one_by_one_and_stalls_end(bundle, monkeypatch, stall_
     assert not decodes or order[1::2] == decodes
 
 
-@pytest.fixture(scope="module")
-def wide(wide_dir):
-    bundle = load(wide_dir, on_mismatch="error")
-    bundle.prepare()
-    return bundle
-
-
-def test_prompts_are_computed_together(wide, monkeypatch):
+def test_prompts_are_computed_together(wide_dir, monkeypatch):
+    wide = load(wide_dir, on_mismatch="error")
+    wide.prepare()
     monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
     batch = Batch(wide.decoder, 4, together=2)
     for asked, call in {

@@ -19,12 +19,6 @@ def whole_caches(monkeypatch):
     monkeypatch.setattr("prejit.runtime.generation.prefixes.can_compact", lambda _: False)
 
 
-@pytest.fixture(params=["compact", "whole caches"])
-def both(request):
-    if request.param == "whole caches":
-        request.getfixturevalue("whole_caches")
-
-
 def prefix(bundle, first, context=24):
     tokens = [(first + place) % VOCABULARY for place in range(20)]
     return Prefix(tokens, KVCache(bundle.decoder, 1, context))
@@ -60,8 +54,12 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle):
     assert kept.find([*long.token_ids, 1], 72, MINE) is long
 
 
-@pytest.mark.usefixtures("both")
-def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(bundle, monkeypatch):
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(
+    bundle, monkeypatch, is_compact, request
+):
+    if not is_compact:
+        request.getfixturevalue("whole_caches")
     monkeypatch.setattr("prejit.runtime.generation.prefixes._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
     texts = [prefix(bundle, number).token_ids for number in range(5)]

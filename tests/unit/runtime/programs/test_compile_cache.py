@@ -58,17 +58,10 @@ def kept(number):
 
 
 DECIDE = {
-    "jaxlib": "0.0.1",
-    "cpu_features": ("avx",),
-    "cpu_count": MACHINE.cpu_count + 1,
-    "architecture": "aarch64",
-    "platform": "tpu",
-    "plugin": "jax-cuda12-plugin 0.10.2",
-    "device_kind": "NVIDIA L4",
-    "compute_capability": "8.9",
-    "device_count": 3,
-    "topology": "2x2",
-    "xla_flags": ("--xla_cpu_enable_fast_math=true",),
+    **{"jaxlib": "0.0.1", "cpu_features": ("avx",), "cpu_count": MACHINE.cpu_count + 1},
+    **{"architecture": "aarch64", "platform": "tpu", "plugin": "jax-cuda12-plugin 0.10.2"},
+    **{"device_kind": "NVIDIA L4", "compute_capability": "8.9", "device_count": 3},
+    **{"topology": "2x2", "xla_flags": ("--xla_cpu_enable_fast_math=true",)},
     "environment": ("NVIDIA_TF32_OVERRIDE=0",),
 }
 CHANGE_NOTHING = {

@@ -95,15 +95,21 @@ def test_parts_keep_their_names(bundle, of, kind, name):
             np.testing.assert_array_equal(found["b"], b * 2)
 
 
-def test_what_python_must_see_is_called_in_python(bundle, entered):
-    x = np.ones(4, np.float32)
+@pytest.mark.parametrize(
+    ("of", "method"), [(np.asarray, "call_in_bucket"), (jnp.asarray, "call")], ids=["numpy", "jax"]
+)
+def test_what_python_must_see_is_called_in_python(bundle, called, of, method):
+    seen, x, is_jax = called(method), of(np.ones(4, np.float32)), of is jnp.asarray
     for _ in range(2):
         np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
         np.testing.assert_array_equal(bundle.call("scaled", x, factor=3), x * 3)
         np.testing.assert_array_equal(bundle.call("padded", x[:2]), x[:2] + 1)
-        z = {**z_of(2), "one": jnp.ones(2)}  # of two kinds
-        np.testing.assert_array_equal(bundle.call("placed", z, x[:2])["a"][0], [2, 2])
-    assert len(entered) == 8
+        if is_jax:  # its program has weights
+            np.testing.assert_array_equal(bundle.call("weighted", jnp.ones((2, 8))), [[3] * 8] * 2)
+        else:
+            z = {**z_of(2), "one": jnp.ones(2)}  # of two kinds
+            np.testing.assert_array_equal(bundle.call("placed", z, x[:2])["a"][0], [2, 2])
+    assert seen == ["donated", "scaled", "padded", "weighted" if is_jax else "placed"] * 2
     np.testing.assert_array_equal(x, np.ones(4))
 
 
@@ -119,6 +125,8 @@ def test_mistakes_are_found_after_calls_that_fit(bundle):
         with pytest.raises(UsageError):
             bundle.call(name, x)
     np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+    with pytest.raises(UsageError, match=r"expected float32\[2, 8\], found float32\[3\]"):
+        bundle.call("weighted", jnp.ones(3))
 
 
 def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle):
@@ -192,13 +200,9 @@ def test_other_jaxlibs(bundle, monkeypatch, entered):
     assert len(entered) == 2
 
 
-@pytest.fixture
-def copied(called):
-    return called("call")
-
-
 @pytest.mark.parametrize("name", ["named", "placed"])
-def test_arrays_of_jax_stay_on_its_client(bundle, copied, name):
+def test_arrays_of_jax_stay_on_its_client(bundle, called, name):
+    copied = called("call")
     z, a = jax.tree.map(jnp.asarray, (z_of(2), np.ones(2, np.float32)))
     expected = FUNCTIONS["nested"](z, a)
     for _ in range(3):
@@ -210,15 +214,3 @@ def test_arrays_of_jax_stay_on_its_client(bundle, copied, name):
             assert mine.devices() == theirs.devices()
             np.testing.assert_array_equal(mine, theirs)
     assert copied == []
-
-
-def test_arrays_of_jax_that_no_program_takes_as_they_are(bundle, copied):
-    x = jnp.ones(4)
-    for _ in range(2):
-        np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
-        np.testing.assert_array_equal(bundle.call("scaled", x, factor=3), x * 3)
-        np.testing.assert_array_equal(bundle.call("padded", x[:3]), x[:3] + 1)
-        np.testing.assert_array_equal(bundle.call("weighted", jnp.ones((2, 8))), np.full((2, 8), 3))
-    assert copied == ["donated", "scaled", "padded", "weighted"] * 2
-    with pytest.raises(UsageError, match=r"expected float32\[2, 8\], found float32\[3\]"):
-        bundle.call("weighted", jnp.ones(3))

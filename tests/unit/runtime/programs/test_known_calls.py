@@ -161,6 +161,8 @@ def path(build_programs):
         Program("counted", counted, {"state": {"step": 0, "total": jnp.zeros(2)}, "x": two}),
         Program("busy", busy, ["float32[1024]"]),
     ]
+    for number, (kind, k) in enumerate(built_constants()):
+        programs.append(Program(f"p{number}", fn=fresh(), args=[kind(jnp.ones(2), k)]))
     return build_programs(programs)
 
 
@@ -341,10 +343,7 @@ def fresh():
 
 
 def in_turn(k):
-    """Return all constants: that of the build before others, but after those that equal it, as 1 equals True.
-
-    Once jax.jit has traced one of these it takes it for the other, and so does a call that fitted.
-    """
+    """Return all constants, that of the build behind its equals: jax.jit takes True for a 1 it has traced."""
     return sorted(CONSTANTS, key=lambda each: (hash(each) != hash(k), spelled(each) == spelled(k)))
 
 
@@ -353,19 +352,10 @@ def built_constants():
     return [(kind, k) for kind in KINDS for k in rng.sample(CONSTANTS, 4)] + [(Plain, None)]
 
 
-@pytest.fixture(scope="module")
-def constants_path(build_programs):
-    programs = [
-        Program(f"p{number}", fn=fresh(), args=[kind(jnp.ones(2), k)])
-        for number, (kind, k) in enumerate(built_constants())
-    ]
-    return build_programs(programs)
-
-
 @pytest.mark.parametrize("of", one_in(2, [np.asarray, jnp.asarray]))
-def test_auxiliary_data_is_part_of_the_signature(constants_path, of):
+def test_auxiliary_data_is_part_of_the_signature(path, of):
     """Every class with every constant: as jax.jit, or a refusal where jax.jit traces again."""
-    w, bundle = of(np.arange(2, dtype="f")), load(constants_path, types=[Record])
+    w, bundle = of(np.arange(2, dtype="f")), load(path, types=[Record])
     for number, (kind, k) in enumerate(built_constants()):
         name = f"p{number}"
         options = {"bundle": bundle, "name": name, "on_miss": "error"}

@@ -44,13 +44,8 @@ NOTE = "is built with ['labels'] as int32 and not int64, ['x'] as float32 and no
 
 
 @pytest.fixture(scope="module")
-def path(build_programs):
-    return build_programs(PROGRAMS)
-
-
-@pytest.fixture
-def bundle(path):
-    return load(path, on_mismatch="error")
+def bundle(build_programs):
+    return load(build_programs(PROGRAMS), on_mismatch="error")
 
 
 def test_the_build_says_what_is_narrower_and_its_state_is_kept_so(tmp_path, capfd, bundle):
