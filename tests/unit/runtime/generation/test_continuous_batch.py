@@ -190,8 +190,7 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir, options):
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
 
 
-def test_no_numbers_are_an_error_there(broken_dir, capsys):
-    """Not with a blank line and exit status 0."""
+def test_no_numbers_are_an_error_of_the_command(broken_dir, capsys):
     command = ["generate", str(broken_dir), "--prompt-ids", "1,47,2", "--max-new-tokens", "3"]
     assert main([*command, "--json"]) == 1
     said = capsys.readouterr()

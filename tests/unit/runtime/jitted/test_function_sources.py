@@ -62,12 +62,9 @@ def state(source, **more):
 
 
 @pytest.mark.parametrize("edited", EDITS)
-def test_a_function_without_a_file_is_compared_by_its_code(edited):
+def test_a_function_without_a_file_is_compared_by_its_code_and_nothing_else(edited):
     assert CELLS.count(edited) == 1
     assert state(CELLS.replace(edited, EDITS[edited])) != state(CELLS)
-
-
-def test_what_changes_nothing_is_equal():
     assert state(f"# a comment\n{CELLS}".replace("unread = 1", "unread = 2")) == state(CELLS)
     own = {"default by": 3, "function": "cells:step"}
     assert state(CELLS, __file__="cells.py") == own  # its file is compared
