@@ -110,9 +110,8 @@ def test_missing_damaged_foreign_end_differently(settled_dir, recipe, foreign, x
         assert run(*argv) == status, argv
 
 
-def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, capsys):
-    assert run("verify", tmp_path / "none") == 6
-    captured = capsys.readouterr()
+def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, ran):
+    captured = ran("verify", tmp_path / "none", status=6)
     assert captured.out == ""
     head, blank, hint = captured.err.splitlines()
     assert head.startswith(f"error[store]: {tmp_path}/none: cannot open a bundle")
@@ -121,13 +120,10 @@ def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, capsy
     (tmp_path / "artifacts" / "encoder").mkdir(parents=True)
     (tmp_path / "artifacts" / "encodr.json").touch()
     for path in ("artifacts/encodr", "artfacts/encodr/", "artifacts/ENCODER"):
-        for command in (("inspect",), ("encode", "a"), ("explain",)):
-            given = [command[0], str(tmp_path / path), *command[1:]]
-            assert __main__.main(given) == 6
-            said = capsys.readouterr().err
+        for command, *rest in (("inspect",), ("encode", "a"), ("explain",)):
+            said = ran(command, f"{tmp_path}/{path}", *rest, status=6).err
             assert said.endswith(f"hint: did you mean {tmp_path / 'artifacts' / 'encoder'}?\n")
-    assert __main__.main(["inspect", str(tmp_path / "elsewhere" / "x")]) == 6
-    assert "give the directory of a bundle" in capsys.readouterr().err
+    assert "give the directory of a bundle" in ran("inspect", tmp_path / "x" / "x", status=6).err
 
 
 def test_call_says_where_time_went(settled_dir, x_file, tmp_path, prejit):
@@ -147,14 +143,14 @@ def test_call_says_where_time_went(settled_dir, x_file, tmp_path, prejit):
     assert re.fullmatch(r"verified 0\.0 MB; receipts for \d+\.\d MB", verified)
 
 
-def test_an_option_that_is_0_or_empty_is_given(decoder_dir, settled_dir, capsys):
+def test_an_option_that_is_0_or_empty_is_given(decoder_dir, settled_dir, ran):
     for option in ("max-new-tokens", "top-p", "repetition-penalty"):
-        assert run("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0") == 2
-        captured = capsys.readouterr()
+        given = ("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0")
+        captured = ran(*given, status=2)
         assert captured.out == ""
         assert f"error[usage]: {option.replace('-', '_')}: expected" in captured.err
     for name, option in (("explain", "fingerprint"), ("bench", "baseline"), ("bench", "against")):
-        assert run(name, settled_dir, f"--{option}", "") == 6
+        ran(name, settled_dir, f"--{option}", "", status=6)
 
 
 def test_call_refuses_arguments_that_make_no_sense(settled_dir, x_file, tmp_path, capsys):

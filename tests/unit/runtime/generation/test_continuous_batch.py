@@ -8,7 +8,6 @@ from safetensors.numpy import load_file, save_file
 from tests.extent import cases
 
 from prejit.runtime import Sampling, load
-from prejit.runtime.__main__ import main
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation import decode
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
@@ -190,10 +189,9 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir, options):
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
 
 
-def test_no_numbers_are_an_error_of_the_command(broken_dir, capsys):
-    command = ["generate", str(broken_dir), "--prompt-ids", "1,47,2", "--max-new-tokens", "3"]
-    assert main([*command, "--json"]) == 1
-    said = capsys.readouterr()
+def test_no_numbers_are_an_error_of_the_command(broken_dir, ran):
+    command = ["generate", broken_dir, "--prompt-ids", "1,47,2", "--max-new-tokens", "3"]
+    said = ran(*command, "--json", status=1)
     assert "error[no-numbers]: decoder: expected logits that are numbers, found NaN" in said.err
     assert json.loads(said.out)["finish_reason"] == "nan"
 
@@ -400,7 +398,6 @@ def test_drafts_save_passes_change_no_token_and_do_not_go_round_a_mask(bundle):
 
 
 def test_a_session_does_one_generation_at_a_time(bundle):
-    """Two at a time would take each other's tokens."""
     session = bundle.session()
     ask = {"max_new_tokens": 20, "stop_token_ids": ()}
     stream, late = (session.stream(TEXT[:6], **ask) for _ in range(2))
@@ -420,7 +417,7 @@ def test_a_stream_that_is_left_frees_its_slot(bundle, how):
     next(stream)
     if how == "close":
         stream.close()
-    elif how == "close session":
+    if how == "close session":
         session.close()
         with pytest.raises(UsageError, match="found 1 that became free"):
             list(stream)  # it would wait for ever
