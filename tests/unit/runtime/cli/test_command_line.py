@@ -8,44 +8,37 @@ from importlib.metadata import version
 import click
 import pytest
 
-from prejit.runtime import __main__
 from prejit.runtime.cli.command_options import byte_count
 from prejit.runtime.cli.commands import HOUSES, commands
 
 TOP = click.Context(commands, **commands.context_settings)
 
 
-def every_command():
-    for name in commands.commands:
-        _, command, _ = commands.resolve_command(TOP, [name])
-        if isinstance(command, click.Group):
-            yield from ((f"{name} {inner}", each) for inner, each in command.commands.items())
-        else:
-            yield name, command
+LEAVES = {}
+for name in commands.commands:
+    _, command, _ = commands.resolve_command(TOP, [name])
+    if isinstance(command, click.Group):
+        LEAVES |= {f"{name} {inner}": each for inner, each in command.commands.items()}
+    else:
+        LEAVES[name] = command
 
 
-LEAVES = dict(every_command())
-
-
-def test_help_and_versions_are_listed(capsys):
-    assert __main__.main(["--help"]) == 0
-    printed = capsys.readouterr().out
+def test_help_and_versions_are_listed(said):
+    printed = said("--help")
     _, *parts = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
     for part, house in zip(parts, HOUSES.values(), strict=True):
         assert re.findall(r"^  ([a-z-]+)  ", part, re.MULTILINE) == [*house.commands]
     assert "Commands that serve bundles (pip install 'prejit[server]'):" in printed
     assert "Commands that build and compare (pip install 'prejit[compiler]'):" in printed
-    assert __main__.main(["--version"]) == 0
     python = ".".join(map(str, sys.version_info[:3]))
     packages = [f"{name} {version(name)}" for name in ("prejit", "jax", "jaxlib")]
-    assert capsys.readouterr().out.splitlines() == [*packages, f"python {python}"]
+    assert said("--version").splitlines() == [*packages, f"python {python}"]
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_every_command_has_help_with_examples_that_it_takes(name, capsys, monkeypatch):
+def test_every_command_has_help_with_examples_that_it_takes(name, said, monkeypatch):
     monkeypatch.setenv("PREJIT_TRUST", "")  # --trust changes it
-    assert __main__.main([*name.split(), "-h"]) == 0
-    printed = capsys.readouterr().out
+    printed = said(*name.split(), "-h")
     assert printed.startswith(f"Usage: prejit {name} [OPTIONS]")
     _, examples = printed.split("\n  Examples:\n")
     found = re.findall(rf"^    prejit {name}(?: (.*))?$", examples, re.MULTILINE)
@@ -85,9 +78,8 @@ def test_a_name_means_one_thing_in_all_commands_and_no_path_is_checked_early():
         ["sign", "b"],
     ],
 )
-def test_wrong_usage_ends_with_2(argv, capsys):
-    assert __main__.main(argv) == 2
-    printed = capsys.readouterr()
+def test_wrong_usage_ends_with_2(argv, ran):
+    printed = ran(*argv, status=2)
     assert printed.out == ""
     assert printed.err.startswith(("Usage: prejit", "error[usage]: "))
 
