@@ -1,8 +1,4 @@
-"""Read the code blocks of a Markdown page, and check or run them.
-
-A block runs as a reader would run it. A block that cannot run here has a line above it and is still parsed:
-`<!-- snippet: parsed only, because REASON -->`.
-"""
+"""Code blocks of Markdown pages. Those behind `<!-- snippet: parsed only, because REASON -->` do not run."""
 
 import re
 import shlex
@@ -26,23 +22,16 @@ _MARKER = re.compile(r"<!-- snippet: parsed only, because (.+) -->\n\s*\Z")
 
 @dataclass(frozen=True)
 class Snippet:
-    """A code block.
-
-    Attributes:
-        page: the file.
-        line: the line of the page on which the code begins.
-        language: the word behind the backquotes.
-        title: the file that the block is; None: it is no file.
-        code: the text.
-        only_parsed: why it cannot run here; None: it runs.
-    """
+    """A code block, which begins on a line of a page."""
 
     page: Path
     line: int
     language: str
     title: str | None
+    """The file that the block is; None: it is no file."""
     code: str
     only_parsed: str | None
+    """Why it cannot run here; None: it runs."""
 
     def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -79,7 +68,11 @@ def check_command(command, where):
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, f"{where}: no target {words[1]} in the Makefile"
     elif words[:2] == ["pip", "install"]:
-        _check_requirement(words[2], where)
+        project = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
+        found = re.fullmatch(r"prejit(?:\[([\w,]+)\])?", words[2])
+        assert found, f"{where}: expected prejit, found {words[2]}"
+        extras = {*filter(None, (found[1] or "").split(","))}
+        assert extras <= {*project["optional-dependencies"]}, f"{where}: no such extra"
     elif words[:2] == ["-m", "pytest"]:
         for path in words[2:]:
             assert (ROOT / path.partition("::")[0]).exists(), f"{where}: no file {path}"
@@ -107,21 +100,10 @@ def _check_prejit(words, where):
             pytest.fail(f"{where}: {error.format_message()}")
 
 
-def _check_requirement(text, where):
-    project = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
-    found = re.fullmatch(r"prejit(?:\[([\w,]+)\])?", text)
-    assert found, f"{where}: expected prejit, found {text}"
-    extras = project["optional-dependencies"]
-    for extra in filter(None, (found[1] or "").split(",")):
-        assert extra in extras, f"{where}: no extra {extra}"
-
-
 def _check_script(words, where):
     script = ROOT / words[0]
-    titled = (
-        {snippet.title for snippet in snippets_of(where.page)} if isinstance(where, Snippet) else ()
-    )
-    assert script.is_file() or words[0] in titled, f"{where}: no file {words[0]}"
+    titles = [each.title for each in snippets_of(where.page)] if isinstance(where, Snippet) else []
+    assert script.is_file() or words[0] in titles, f"{where}: no file {words[0]}"
     source = script.read_text() if script.is_file() else ""
     for option in (word for word in words[1:] if word.startswith("--")):
         assert f'"{option}"' in source, f"{where}: {words[0]} has no option {option}"
@@ -130,13 +112,11 @@ def _check_script(words, where):
 def completed(code):
     """Return a manifest with the sections that a fragment of one leaves out."""
     found = tomllib.loads(code).keys()
+    generate = "[generate]\nbatch = [2]\nprompt = [16]\ncontext = [128]\n"
     sections = (
         ({"bundle"}, '[bundle]\nname = "snippet"\n'),
         ({"model", "program"}, '[model]\nsource = "demo-model"\n'),
-        (
-            {"generate", "encode", "program"},
-            "[generate]\nbatch = [2]\nprompt = [16]\ncontext = [128]\n",
-        ),
+        ({"generate", "encode", "program"}, generate),
         ({"target"}, '[[target]]\nname = "cpu-x86-64-v3"\n'),
     )
     return "\n".join([code, *(text for names, text in sections if not found & names)])

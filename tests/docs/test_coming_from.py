@@ -19,6 +19,7 @@ COMMANDS = [
     for command in commands_of(snippet)
     if command.startswith("prejit serve ")
 ]
+assert len(COMMANDS) == 3, "a page whose form has changed would be tried no more"
 KEY = "sk-demo-0123456789abcdef"
 
 
@@ -58,8 +59,3 @@ def test_a_server_takes_the_place_of_another_tool(command, page_directory, shell
         assert server.end() == 0
     finally:
         server.kill()
-
-
-def test_three_tools_are_tried():
-    """A page whose form has changed would be tried no more."""
-    assert len(COMMANDS) == 3

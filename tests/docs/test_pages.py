@@ -40,21 +40,10 @@ def generate():
     return _script("generate")
 
 
-@pytest.fixture(scope="module")
-def assembled(generate, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("site") / "source"
-    generate.assemble(directory)
-    return directory
-
-
-def test_the_manifest_that_is_shown_is_the_file_that_is_named():
+def test_the_readme_is_short_with_the_manifest_and_figures_of_the_performance_pages():
     text = (ROOT / "README.md").read_text()
     shown = re.search(r"\[manifests/demo\.toml\]\(.*?\).*?```toml\n(.*?)```", text, re.DOTALL)
     assert shown[1] == (ROOT / "manifests" / "demo.toml").read_text()
-
-
-def test_the_readme_is_short_and_no_figure_is_in_it_that_the_performance_page_has_not():
-    text = (ROOT / "README.md").read_text()
     rows = [line for line in text.splitlines() if re.match(r"\| .*\d", line)]
     pages = [(DOCS / "performance" / name).read_text() for name in ("first-starts.md", "xeon.md")]
     assert rows
@@ -86,9 +75,11 @@ def _anchors(page):
     return [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
 
 
-def test_the_reference_pages_are_those_of_the_code(generate):
+def test_pages_are_those_of_the_code_and_of_the_last_drills(generate):
     for file, text in generate.reference_pages().items():
         assert file.read_text() == text, f"{file.name}: python docs/generate.py writes it"
+    drills = PAGE.read_text()
+    assert drills == with_table(drills), "python -m tests.campaigns.drill_records"
 
 
 def test_pages_by_hand_have_at_most_45000_words(generate):
@@ -101,26 +92,14 @@ def test_pages_by_hand_have_at_most_45000_words(generate):
     assert sum(len(hidden.sub("", page.read_text()).split()) for page in by_hand) <= 45_000
 
 
-def test_the_table_of_drills_has_the_last_figures():
-    assert PAGE.read_text() == with_table(PAGE.read_text()), (
-        "python -m tests.campaigns.drill_records"
-    )
-
-
 def test_a_name_of_the_code_exists():
     pattern = r"`([a-z_]\w*(?:\.\w+)+)`"
-    named = {name: page for page in NAMING for name in re.findall(pattern, _sentences(page))}
-    assert {n: p for n, p in named.items() if not _is_file(n) and not _resolves(n)} == {}
-
-
-def _is_file(name):
-    return name.rpartition(".")[2] in ("py", "md", "toml", "json", "safetensors", "cc", "h", "svg")
-
-
-def _resolves(name):
-    """Whether a name leads somewhere from one of the roots."""
+    files = (".py", ".md", ".toml", ".json", ".safetensors", ".cc", ".h", ".svg")
     roots = ("prejit.runtime.", "prejit.server.", "prejit.compiler.", "prejit.", "")
-    return any(_found(f"{root}{name}") for root in roots)
+    for page in NAMING:
+        for name in re.findall(pattern, _sentences(page)):
+            known = name.endswith(files) or any(_found(f"{root}{name}") for root in roots)
+            assert known, f"{page.name}: {name}"
 
 
 def _found(path):
@@ -135,12 +114,10 @@ def _found(path):
 def test_a_path_exists():
     """A path in capitals, such as NAME.py, stands for a file of the reader's own."""
     pattern = r"`((?:compiler|runtime|server|tests|docs|benchmarks)/[^`\s]*)`"
-    pages = [*NAMING, ROOT / "CONTRIBUTING.md"]
-    named = {path: page for page in pages for path in re.findall(pattern, page.read_text())}
-    real = {
-        p: page for p, page in named.items() if not re.search(r"NAME|PLATFORM|MODULE|vN|<|\*", p)
-    }
-    assert {p: page for p, page in real.items() if not (ROOT / p).exists()} == {}
+    for page in (*NAMING, ROOT / "CONTRIBUTING.md"):
+        for path in re.findall(pattern, page.read_text()):
+            is_own = re.search(r"NAME|PLATFORM|MODULE|vN|<|\*", path)
+            assert is_own or (ROOT / path).exists(), f"{page.name}: {path}"
 
 
 def test_a_decision_is_short_with_a_date_a_figure_and_a_command():
@@ -166,18 +143,16 @@ def test_the_list_of_long_test_files_names_files():
 
 
 def test_every_variable_of_the_code_is_on_the_page_and_no_other():
-    code = "\n".join(
-        path.read_text()
-        for root in ("runtime", "server", "compiler")
-        for path in (ROOT / root).rglob("*.py")
-    )
+    roots = [ROOT / root for root in ("runtime", "server", "compiler")]
+    code = "\n".join(path.read_text() for root in roots for path in root.rglob("*.py"))
     page = (DOCS / "reference" / "environment.md").read_text()
-    names = {name for name in re.findall(r"PREJIT_[A-Z_]+[A-Z]", code)}
-    assert set(re.findall(r"PREJIT_[A-Z_]+[A-Z]", page)) == names
+    of_page, of_code = ({*re.findall(r"PREJIT_[A-Z_]+[A-Z]", text)} for text in (page, code))
+    assert of_page == of_code
 
 
-def test_the_command_line_page_has_every_command_and_option(assembled, generate):
-    page = (assembled / "reference" / "command-line.md").read_text()
+def test_the_command_line_page_has_every_command_and_option(generate, tmp_path):
+    generate.assemble(tmp_path / "source")
+    page = (tmp_path / "source" / "reference" / "command-line.md").read_text()
     for name, command in generate.every_command():
         assert f"### prejit {name}\n" in page
         for parameter in command.params:

@@ -17,15 +17,8 @@ NOT_RUN = {"decisions", "performance", "reference"}
 LANGUAGES = {"python", "toml", "sh", "console", "text", "cpp"}
 """C++ is compiled by tests/integration/test_libraries.py."""
 WILL_COMPILE = 8
-DEAR = {
-    "encode",
-    "own-function",
-    "own-model",
-    "profile",
-    "python-builds",
-    "record",
-    "trained-model",
-}
+DEAR = {"encode", "own-function", "own-model", "profile", "python-builds", "record"}
+DEAR |= {"trained-model"}
 """Pages with several builds: `make test-all` runs them."""
 
 _WITH_CODE = [page for page in PAGES if any(snippets_of(page))]
@@ -107,17 +100,15 @@ def test_a_page_runs_from_top_to_bottom(page, page_directory, shell):
                 exec(code, namespace)
         elif snippet.language == "sh":
             for command in commands_of(snippet):
-                _run(command, snippet, page_directory, shell)
+                if command.startswith(("make ", "pip ")):
+                    continue  # they change the environment of the tests
+                done = shell(command, page_directory)
+                allowed = {0, WILL_COMPILE} if command.startswith("prejit plan") else {0}
+                assert done.returncode in allowed, (
+                    f"{snippet}: {command}\n{done.stdout}{done.stderr}"
+                )
         elif snippet.language == "console":
             _check_transcript(snippet, page_directory, shell)
-
-
-def _run(command, snippet, directory, shell):
-    if command.startswith(("make ", "pip ")):
-        return  # they change the environment of the tests
-    done = shell(command, directory)
-    allowed = {0, WILL_COMPILE} if command.startswith("prejit plan") else {0}
-    assert done.returncode in allowed, f"{snippet}: {command}\n{done.stdout}{done.stderr}"
 
 
 def _check_transcript(snippet, directory, shell):

@@ -10,10 +10,8 @@
     ...         and those of by_hand.py
 
 Executables but call's are of a jaxlib that never was, so that every machine falls back to the portable
-programs (and the files stay small). `expected.json` holds the digests and what the programs answer.
-
-Until the first release a change of the format makes them again. From then on they are kept for ever, and
-this file is for the record. From the root of the repository, with the names of the bundles to make:
+programs. `expected.json` has the digests and the answers. A change of the format makes them again until the
+first release; then they are kept for ever. From the root of the repository, with names of bundles:
 
     .venv/bin/python -m tests.format.v1.make call decoder
 """
@@ -222,17 +220,15 @@ def write_models(at):
     encoder_cases.Case(
         "bert", BERT, 5, pooling=("mean_tokens",), dense=dense, normalize=True
     ).write(at / "bert")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    words.save(str(at / "bert" / "tokenizer.json"))
     t5_cases.Case("t5", T5, 5, old=False).write(at / "t5")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(READ_WORDS)}, "<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
-    words.save(str(at / "t5" / "tokenizer.json"))
+    for model, known, unknown, post_processor in (
+        ("bert", WORDS, "[UNK]", processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))),
+        ("t5", READ_WORDS, "<unk>", processors.TemplateProcessing("$A </s>", None, [("</s>", 1)])),
+    ):
+        words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unknown))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.post_processor = post_processor
+        words.save(str(at / model / "tokenizer.json"))
 
 
 def built(name):

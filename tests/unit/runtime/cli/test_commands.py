@@ -78,27 +78,6 @@ def test_explain_shows_every_axis(settled_dir, foreign, said):
     assert (plain["target"], axes) == (None, [["jaxlib"]] * 2)
 
 
-@pytest.fixture
-def named(recipe, tmp_path):
-
-    def write(**paths):
-        def renamed(program):
-            changes = {}
-            for which, names in paths.items():
-                texts = getattr(program, which)
-                for old, new in names.items():
-                    texts = tuple(text.replace(old, new) for text in texts)
-                changes[which] = texts
-            return with_trees(dataclasses.replace(program, **changes))
-
-        def change(config):
-            return dataclasses.replace(config, programs=tuple(map(renamed, config.programs)))
-
-        return recipe.configured(change).write(tmp_path / "named")
-
-    return write
-
-
 def nest(bundle, tmp_path, half="tree.half"):
     np.save(tmp_path / "half.npy", np.array([1, 2, 3], ml_dtypes.bfloat16))
     np.save(tmp_path / "count.npy", np.ones((2, 2), np.int32))
@@ -131,9 +110,8 @@ def test_missing_damaged_foreign_end_differently(settled_dir, recipe, foreign, x
         assert run(*argv) == status, argv
 
 
-def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, capsys):
-    assert run("verify", tmp_path / "none") == 6
-    captured = capsys.readouterr()
+def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, ran):
+    captured = ran("verify", tmp_path / "none", status=6)
     assert captured.out == ""
     head, blank, hint = captured.err.splitlines()
     assert head.startswith(f"error[store]: {tmp_path}/none: cannot open a bundle")
@@ -142,13 +120,10 @@ def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, capsy
     (tmp_path / "artifacts" / "encoder").mkdir(parents=True)
     (tmp_path / "artifacts" / "encodr.json").touch()
     for path in ("artifacts/encodr", "artfacts/encodr/", "artifacts/ENCODER"):
-        for command in (("inspect",), ("encode", "a"), ("explain",)):
-            given = [command[0], str(tmp_path / path), *command[1:]]
-            assert __main__.main(given) == 6
-            said = capsys.readouterr().err
+        for command, *rest in (("inspect",), ("encode", "a"), ("explain",)):
+            said = ran(command, f"{tmp_path}/{path}", *rest, status=6).err
             assert said.endswith(f"hint: did you mean {tmp_path / 'artifacts' / 'encoder'}?\n")
-    assert __main__.main(["inspect", str(tmp_path / "elsewhere" / "x")]) == 6
-    assert "give the directory of a bundle" in capsys.readouterr().err
+    assert "give the directory of a bundle" in ran("inspect", tmp_path / "x" / "x", status=6).err
 
 
 def test_call_says_where_time_went(settled_dir, x_file, tmp_path, prejit):
@@ -168,24 +143,14 @@ def test_call_says_where_time_went(settled_dir, x_file, tmp_path, prejit):
     assert re.fullmatch(r"verified 0\.0 MB; receipts for \d+\.\d MB", verified)
 
 
-def test_call_takes_nested_arguments_and_writes_nested_results(settled_dir, tmp_path, capsys):
-    assert nest(settled_dir, tmp_path) == 0
-    assert "sums.1.npy  int32[2, 2]" in capsys.readouterr().out
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        *("scalar.npy", "sums.0.npy", "sums.1.npy")
-    ]
-    assert np.load(tmp_path / "out" / "sums.1.npy").tolist() == [[2, 2], [2, 2]]
-
-
-def test_an_option_that_is_0_or_empty_is_given(decoder_dir, settled_dir, capsys):
+def test_an_option_that_is_0_or_empty_is_given(decoder_dir, settled_dir, ran):
     for option in ("max-new-tokens", "top-p", "repetition-penalty"):
-        assert run("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0") == 2
-        captured = capsys.readouterr()
+        given = ("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0")
+        captured = ran(*given, status=2)
         assert captured.out == ""
         assert f"error[usage]: {option.replace('-', '_')}: expected" in captured.err
-    for command in ("explain --fingerprint", "bench --baseline", "bench --against"):
-        name, option = command.split()
-        assert run(name, settled_dir, option, "") == 6
+    for name, option in (("explain", "fingerprint"), ("bench", "baseline"), ("bench", "against")):
+        ran(name, settled_dir, f"--{option}", "", status=6)
 
 
 def test_call_refuses_arguments_that_make_no_sense(settled_dir, x_file, tmp_path, capsys):
@@ -211,13 +176,7 @@ def test_call_refuses_arguments_that_make_no_sense(settled_dir, x_file, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *('["..","..","escaped"]', '["{tmp}/escaped"]', '["a/../../escaped"]'),
-        *('["nul\\u0000"]', '[""]', '[".hidden"]', '["%2F"]'),
-    ],
-)
+@pytest.mark.parametrize("path", ['["..","..","escaped"]', '["{tmp}/escaped"]'])
 def test_results_stay_in_their_place(path, recipe, tmp_path, x_file):
     """Their names come out of the bundle, and whoever wrote it need not be a friend."""
     path = path.replace("{tmp}", str(tmp_path))
@@ -236,50 +195,49 @@ def test_results_stay_in_their_place(path, recipe, tmp_path, x_file):
     assert files() - before == {out.parent, out, made}
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ('["a.b"]', '["a","b"]'),
-        ('["a%2Eb"]', '["a.b"]'),
-        ('[""]', '["result"]'),
-        ('["",""]', '["."]'),
-        ('["a\\u0001"]', '["a%01"]'),
-        ('["\\ud800"]', '["%D800"]'),
-        ('["a/b"]', '["a%2Fb"]'),
-    ],
-)
-def test_results_share_none(first, second, named, tmp_path):
-    bundle = named(results={'["scalar"]': first, '["sums",0]': second, '["sums",1]': '["c"]'})
-    assert nest(bundle, tmp_path) == 0
-    sizes = sorted(np.load(file).size for file in (tmp_path / "out").iterdir())
-    assert sizes == [1, 3, 4]
+def test_call_takes_nested_arguments_whose_keys_may_have_dots(
+    settled_dir, recipe, tmp_path, capsys
+):
+    def named(old, new):
+        def renamed(program):
+            texts = tuple(text.replace(old, new) for text in program.arguments)
+            return with_trees(dataclasses.replace(program, arguments=texts))
 
+        def change(config):
+            return dataclasses.replace(config, programs=tuple(map(renamed, config.programs)))
 
-def test_an_argument_may_have_a_dot_in_a_key(named, tmp_path, capsys):
-    bundle = named(arguments={'["tree","half"]': '["tree","h.0/x"]'})
+        return recipe.configured(change).write(tmp_path / "named")
+
+    assert nest(settled_dir, tmp_path) == 0
+    assert "sums.1.npy  int32[2, 2]" in capsys.readouterr().out
+    found = {file.name: np.load(file) for file in (tmp_path / "out").iterdir()}
+    assert found.keys() == {"scalar.npy", "sums.0.npy", "sums.1.npy"}
+    assert found["sums.1.npy"].tolist() == [[2, 2], [2, 2]]
+    bundle = named('["tree","half"]', '["tree","h.0/x"]')
     assert nest(bundle, tmp_path, "tree.h%2E0%2Fx") == 0
     for wrong in ("tree.h.0/x", "tree.half"):
         assert nest(bundle, tmp_path, wrong) == 2
         error = capsys.readouterr().err
         assert f"--arg: expected a name of an argument of 'nest', found {wrong!r}" in error
         assert "they are: tree.h%2E0%2Fx, tree.pair.0, tree.pair.1; a dot" in error
-    seven = named(arguments={'"half"': '"7"'})  # a key that looks like a number is a key
+    seven = named('"half"', '"7"')  # a key that looks like a number is a key
     assert nest(seven, tmp_path, "tree.7") == 0
 
 
 def test_a_reader_that_goes_away_ends_it_quietly_and_a_full_disk_is_told(settled_dir):
-    command = [sys.executable, "-m", "prejit.runtime", "inspect", str(settled_dir)]
+    command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir}"
     read, write = os.pipe()
     os.close(read)  # gone before it begins
     try:
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+        done = subprocess.run(
+            command, shell=True, stdout=write, stderr=subprocess.PIPE, check=False
+        )
     finally:
         os.close(write)
     assert done.stderr == b""
     assert done.returncode == 141
-    command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir}"
     full, closed = (
-        subprocess.run(["/bin/sh", "-c", f"{command} {to}"], capture_output=True, check=False)
+        subprocess.run(f"{command} {to}", shell=True, capture_output=True, check=False)
         for to in (">/dev/full", ">&-")
     )
     assert full.returncode not in (0, 120)
@@ -318,12 +276,7 @@ def test_what_a_bundle_says_moves_no_cursor(make_recipe, tmp_path, capsys):
 
 @pytest.mark.parametrize(("command", "house"), [("build", "compiler"), ("serve", "server")])
 def test_a_wheel_is_named_where_it_is_missing(command, house, run_python):
-    code = (
-        "import sys\n"
-        f"sys.modules['prejit.{house}'] = None\n"
-        "from prejit.runtime.__main__ import main\n"
-        f"sys.exit(main(['{command}', 'x.toml']))"
-    )
-    done = run_python(code, status=2)
+    run = f"from prejit.runtime.__main__ import main\nsys.exit(main(['{command}', 'x.toml']))"
+    done = run_python(f"import sys\nsys.modules['prejit.{house}'] = None\n{run}", status=2)
     assert done.stderr.startswith(f"error[usage]: `prejit {command}` needs prejit's {house}")
     assert f"hint: pip install 'prejit[{house}]'" in done.stderr

@@ -1,6 +1,7 @@
 """Which buckets sentences are put into, in which order buckets are loaded, and how a sentence is cut off."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -36,19 +37,13 @@ def cheapest(lengths, buckets):
             if bucket.length < left[0]:
                 continue
             others = [i for i in range(1, len(left)) if left[i] <= bucket.length]
-            for chosen in _subsets(others, bucket.batch - 1):
-                rest = tuple(left[i] for i in range(1, len(left)) if i not in chosen)
-                found.append(bucket.cost + cost(rest))
+            for size in range(bucket.batch):
+                for chosen in itertools.combinations(others, size):
+                    rest = tuple(left[i] for i in range(1, len(left)) if i not in chosen)
+                    found.append(bucket.cost + cost(rest))
         return min(found)
 
     return cost(tuple(lengths))
-
-
-def _subsets(items, at_most):
-    found = [set()]
-    for item in items:
-        found += [one | {item} for one in found if len(one) < at_most]
-    return found
 
 
 @given(BUCKETS, st.lists(st.integers(1, 9), max_size=6))
@@ -115,15 +110,11 @@ def test_the_order_is_the_one_that_is_defined(buckets):
     assert loading_order(buckets) == _ordered_plainly(buckets)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def test_a_sentence_that_is_too_long_is_cut_or_an_error():
     made = Tokenizers(models.WordPiece({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    return Tokenizer(made.to_str().encode(), "tokenizer.json")
-
-
-def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer):
+    tokenizer = Tokenizer(made.to_str().encode(), "tokenizer.json")
     sentences = [tokenizer.encode("a b " * 4), tokenizer.encode("b"), [3, 4, 3, 4, 3, 4]]
     with pytest.warns(TruncationWarning, match="2 of 3 sentences are longer than 5") as told:
         assert shorten(sentences, 5, lambda: tokenizer, "truncate", "it says") == 2
@@ -139,13 +130,7 @@ def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer):
     assert sentences == [[1], [1, 2, 3]]
 
 
-@pytest.mark.parametrize("ids", [[], [5], [-1], [0, 1, 99]])
-def test_tokens_that_do_not_exist_are_told(ids):
-    with pytest.raises(UsageError, match="sentence 1"):
-        check_ids([[0], ids], 5)
-
-
-def test_a_pair_without_a_token_is_refused_as_a_sentence_is():
+def test_a_pair_or_a_sentence_without_a_token_or_with_none_that_exists_is_refused():
     library = Tokenizers(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = Tokenizer(library.to_str().encode(), "tokenizer.json")
@@ -157,3 +142,6 @@ def test_a_pair_without_a_token_is_refused_as_a_sentence_is():
     assert tokenize_pairs(encoder, text, "", ["a"], "error").ids == [[0]]
     with pytest.raises(UsageError, match="expected at least one token in sentence 1, found none"):
         tokenize_pairs(encoder, text, "", ["a", " "], "error")
+    for ids in ([], [5], [-1], [0, 1, 99]):
+        with pytest.raises(UsageError, match="sentence 1"):
+            check_ids([[0], ids], 5)

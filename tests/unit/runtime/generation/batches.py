@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from prejit.runtime.device.transfer import to_numpy
+from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.rows import Token
 
@@ -36,3 +38,16 @@ def finish(batch, found=None):
 
 def ids(tokens):
     return [token.token_id for token in tokens if token.token_id is not None]
+
+
+def filled(bundle, batch, context, offset=0):
+    """A cache in which all values differ."""
+    cache = KVCache(bundle.decoder, batch, context)
+    for place, array in enumerate(values(cache)):
+        numbers = np.arange(array.size, dtype=array.dtype).reshape(array.shape)
+        cache.arrays[place] = bundle.decoder.device.copy(numbers + 1e6 * place + offset)
+    return cache
+
+
+def values(cache):
+    return [np.array(to_numpy(array)) for array in cache.arrays]

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.extent import sampled
+from tests.extent import cases
 
 from prejit.runtime import Sampling, load
-from prejit.runtime.__main__ import main
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation import decode
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
@@ -190,11 +189,9 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir, options):
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
 
 
-def test_no_numbers_are_an_error_there(broken_dir, capsys):
-    """Not with a blank line and exit status 0."""
-    command = ["generate", str(broken_dir), "--prompt-ids", "1,47,2", "--max-new-tokens", "3"]
-    assert main([*command, "--json"]) == 1
-    said = capsys.readouterr()
+def test_no_numbers_are_an_error_of_the_command(broken_dir, ran):
+    command = ["generate", broken_dir, "--prompt-ids", "1,47,2", "--max-new-tokens", "3"]
+    said = ran(*command, "--json", status=1)
     assert "error[no-numbers]: decoder: expected logits that are numbers, found NaN" in said.err
     assert json.loads(said.out)["finish_reason"] == "nan"
 
@@ -205,8 +202,10 @@ def allow(*tokens):
     return mask
 
 
-@pytest.mark.parametrize("length", [1, 30])
-def test_only_allowed_tokens_come(bundle, reference, length):
+@pytest.mark.parametrize("length", [1, 5, 30])
+def test_only_allowed_tokens_come_and_a_mask_that_allows_nothing_ends_the_text(
+    bundle, reference, length
+):
     asked = []
 
     def mask(generated):
@@ -223,16 +222,11 @@ def test_only_allowed_tokens_come(bundle, reference, length):
     assert list(result.token_ids) == expected
     assert all(one == expected[: len(one)] for one in asked)
     assert {len(one) for one in asked} == set(range(6))
-
-
-@pytest.mark.parametrize("length", [1, 5])
-def test_a_mask_that_allows_nothing_ends_the_text(bundle, length):
     expected = greedy(bundle, TEXT[:length], 8).token_ids
     batch = bundle.batch(3)
     for after in (0, 2):
-        masked = request(
-            TEXT[:length], token_mask=lambda ids, n=after: allow() if len(ids) == n else None
-        )
+        nothing = lambda ids, n=after: allow() if len(ids) == n else None  # noqa: E731
+        masked = request(TEXT[:length], token_mask=nothing)
         slots = batch.insert(masked, request(TEXT[:length], 8))
         found = finish(batch)
         assert tuple(ids(found[slots[0]])) == expected[:after]
@@ -273,13 +267,10 @@ def test_a_mask_that_fails(bundle, after, says, error):
     assert (*got, *ids(finish(batch)[other])) == greedy(bundle, TEXT[:9], 12).token_ids
 
 
-PENALTIES = (
-    {"repetition_penalty": 1.4},
-    {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": -0.3},
-)
+MANY = {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": -0.3}
 
 
-@pytest.mark.parametrize("penalty", sampled(PENALTIES, lambda each: len(each) > 1), ids=str)
+@pytest.mark.parametrize("penalty", cases([MANY], [{"repetition_penalty": 1.4}]), ids=str)
 def test_penalties_are_by_the_text_however_it_was_computed(bundle, reference, penalty):
     sampling = Sampling(**penalty)
     for prompt in ([5], REPEATING, TEXT[:20]):
@@ -307,8 +298,7 @@ def test_penalties_are_by_the_text_however_it_was_computed(bundle, reference, pe
 
 
 def test_further_continuations_have_the_next_seeds(bundle):
-    options = {"temperature": 1.3, "max_new_tokens": 12, "stop_token_ids": ()}
-    last = 2**64 - 1
+    options, last = {"temperature": 1.3, "max_new_tokens": 12, "stop_token_ids": ()}, 2**64 - 1
     results = bundle.generate_n(TEXT[:20], 7, seed=last - 2, **options)  # in 3 slots
     assert len({result.token_ids for result in results}) == 7
     for result, seed in zip(results, (last - 2, last - 1, last, 0, 1, 2, 3), strict=True):
@@ -320,34 +310,21 @@ def test_further_continuations_have_the_next_seeds(bundle):
 @pytest.mark.parametrize("lookup", [False, True])
 def test_logprobs_are_those_of_the_model_before_its_logits_change(bundle, reference, lookup):
     for prompt in ([5], REPEATING, TEXT[:20]):
-        result = bundle.generate(
-            prompt,
-            max_new_tokens=10,
-            stop_token_ids=(),
-            logprobs=3,
-            temperature=0.7,
-            seed=4,
-            frequency_penalty=0.5,
-            logit_bias={9: 3.0},
-            prompt_lookup=lookup,
-        )
+        options = {"temperature": 0.7, "seed": 4, "frequency_penalty": 0.5, "logit_bias": {9: 3.0}}
+        result = greedy(bundle, prompt, 10, **options, logprobs=3, prompt_lookup=lookup)
         assert [one.token_id for one in result.logprobs] == list(result.token_ids)
         text = list(prompt)
         for one in result.logprobs:
-            check_logprob(one, reference.logits(text), 3)
+            wide = reference.logits(text).astype(np.float64)
+            expected = wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
+            assert one.logprob == pytest.approx(expected[one.token_id], abs=1e-4)
+            best = np.argsort(-expected)[:3]
+            assert [token for token, _ in one.top] == best.tolist()
+            assert [value for _, value in one.top] == pytest.approx(expected[best], abs=1e-4)
             text.append(one.token_id)
     assert greedy(bundle, [5], 2).logprobs is None
     none = greedy(bundle, [5], 2, logprobs=0).logprobs
     assert [one.top for one in none] == [(), ()]
-
-
-def check_logprob(one, logits, count):
-    wide = logits.astype(np.float64)
-    expected = wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
-    assert one.logprob == pytest.approx(expected[one.token_id], abs=1e-4)
-    best = np.argsort(-expected)[:count]
-    assert [token for token, _ in one.top] == best.tolist()
-    assert [value for _, value in one.top] == pytest.approx(expected[best].tolist(), abs=1e-4)
 
 
 def test_what_prompts_share_is_computed_once_and_a_prefix_serves_what_begins_so(bundle):
@@ -375,8 +352,7 @@ def test_what_prompts_share_is_computed_once_and_a_prefix_serves_what_begins_so(
     ):
         plain = greedy(bundle, prompt)
         result = greedy(bundle, prompt, prefix=prefix)
-        assert result.token_ids == plain.token_ids
-        assert result.stats.reused_tokens == reused
+        assert (result.token_ids, result.stats.reused_tokens) == (plain.token_ids, reused)
         together = bundle.generate_batch(
             [prompt, [3], [*TEXT[:30], 1]], max_new_tokens=8, stop_token_ids=(), prefix=prefix
         )
@@ -422,7 +398,6 @@ def test_drafts_save_passes_change_no_token_and_do_not_go_round_a_mask(bundle):
 
 
 def test_a_session_does_one_generation_at_a_time(bundle):
-    """Two at a time would take each other's tokens."""
     session = bundle.session()
     ask = {"max_new_tokens": 20, "stop_token_ids": ()}
     stream, late = (session.stream(TEXT[:6], **ask) for _ in range(2))
@@ -442,7 +417,7 @@ def test_a_stream_that_is_left_frees_its_slot(bundle, how):
     next(stream)
     if how == "close":
         stream.close()
-    elif how == "close session":
+    if how == "close session":
         session.close()
         with pytest.raises(UsageError, match="found 1 that became free"):
             list(stream)  # it would wait for ever

@@ -23,14 +23,11 @@ def simulated(tokens, costs, steps=4000, pace=None):
     return spent / done, pace
 
 
-@pytest.mark.parametrize("costs", [1.2, 2.0, 4.0, 9.0])
-def test_drafts_that_are_never_right_cost_a_few_per_cent(costs):
-    assert simulated(1, costs)[0] < 1.025
-
-
-@pytest.mark.parametrize(("tokens", "costs"), [(4, 2), (3, 2.5), (2, 1.5)])
-def test_drafts_that_pay_are_verified_most_of_the_time(tokens, costs):
-    assert simulated(tokens, costs)[0] == pytest.approx(costs / tokens, rel=0.08)
+def test_drafts_that_are_never_right_cost_a_few_per_cent_and_those_that_pay_are_verified():
+    for costs in (1.2, 2.0, 4.0, 9.0):
+        assert simulated(1, costs)[0] < 1.025, costs
+    for tokens, costs in ((4, 2), (3, 2.5), (2, 1.5)):
+        assert simulated(tokens, costs)[0] == pytest.approx(costs / tokens, rel=0.08)
 
 
 def test_drafts_come_back_when_a_text_changes():

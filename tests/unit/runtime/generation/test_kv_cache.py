@@ -3,30 +3,16 @@
 import numpy as np
 import pytest
 
-from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.kv_cache import KVCache
 
-
-def numbered(bundle, batch, context, offset=0):
-    """A cache in which all values differ."""
-    cache = KVCache(bundle.decoder, batch, context)
-    for place, array in enumerate(values(cache)):
-        cache.arrays[place] = bundle.decoder.device.put(
-            np.arange(array.size, dtype=np.float32).reshape(array.shape) + 1e6 * place + offset
-        )
-    return cache
-
-
-def values(cache):
-    return [np.array(to_numpy(array)) for array in cache.arrays]
+from .batches import filled, values
 
 
 @pytest.mark.parametrize(
     ("batch", "context", "rows"), [(3, 24, {0: 2, 2: 1}), (1, 72, {0: 0, 1: 0})]
 )
 def test_rows_are_copied_to_their_slots_and_the_others_stay(bundle, batch, context, rows):
-    source, target = numbered(bundle, batch, context), numbered(bundle, 3, 72, offset=7)
+    source, target = filled(bundle, batch, context), filled(bundle, 3, 72, offset=7)
     given, expected = values(source), values(target)
     target.copy_rows(source, rows)
     for new, old, copied in zip(values(target), expected, given, strict=True):
@@ -38,7 +24,7 @@ def test_rows_are_copied_to_their_slots_and_the_others_stay(bundle, batch, conte
 
 
 def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle):
-    cache = numbered(bundle, 3, 24)
+    cache = filled(bundle, 3, 24)
     before = values(cache)
     grown = cache.grown(72)
     assert (grown.batch, grown.context) == (3, 72)
@@ -47,7 +33,7 @@ def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle):
         np.testing.assert_array_equal(new[:, :, 24:], 0)
         np.testing.assert_array_equal(old_still, old)
     with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
-        numbered(bundle, 3, 24).copy_rows(numbered(bundle, 3, 72), {0: 0})
+        filled(bundle, 3, 24).copy_rows(filled(bundle, 3, 72), {0: 0})
     prefix = bundle.prefix([1, 2, 3, 4, 5])
     longer = prefix.at(72)
     assert (prefix.context, longer.context, prefix.token_ids) == (24, 72, (1, 2, 3, 4, 5))

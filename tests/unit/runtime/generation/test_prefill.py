@@ -17,48 +17,29 @@ from prejit.runtime.generation.prefixes import PrefixCache
 from .batches import TEXT, Found, finish, ids, request, step
 
 
-@pytest.fixture
-def short_chunks(bundle, monkeypatch):
-    """Steps of one token, and at most 3 positions of prompts in each."""
-    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
-    bundle.prepare()
-    return Batch(bundle.decoder, 3, prefill_tokens=3)
-
-
-def order_of(batch, positions):
-    """What the next steps do until all prompts are computed: first tokens, or tokens of the others."""
-    order = []
-    while batch.entering:
-        tokens = batch.step(prefill_tokens=positions)
-        is_decode = any(token.usage.passes for token in tokens)
-        order.append(("decode" if is_decode else "first", len(tokens)))
-    return order
-
-
 @pytest.mark.parametrize(
     ("stall_seconds", "decodes"), [(100.0, []), (0.0, [("decode", 1), ("decode", 2)])]
 )
-def test_first_tokens_come_one_by_one_and_stalls_end(
-    short_chunks, monkeypatch, stall_seconds, decodes
-):
+def test_first_tokens_come_one_by_one_and_stalls_end(bundle, monkeypatch, stall_seconds, decodes):
     """Not when the prompts behind it are computed too; a decode step comes between them after a while."""
     name = "prejit.runtime.generation.continuous_batch._LONGEST_STALL_SECONDS"
     monkeypatch.setattr(name, stall_seconds)
+    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)  # steps of one token
+    bundle.prepare()
+    batch, order = Batch(bundle.decoder, 3, prefill_tokens=3), []
     for number in range(3):
-        short_chunks.begin(request(TEXT[number : number + 3], 9))
-    order = order_of(short_chunks, 1000)
+        batch.begin(request(TEXT[number : number + 3], 9))
+    while batch.entering:
+        tokens = batch.step(prefill_tokens=1000)
+        is_decode = any(token.usage.passes for token in tokens)
+        order.append(("decode" if is_decode else "first", len(tokens)))
     assert order[:: 2 if decodes else 1] == [("first", 1)] * 3
     assert not decodes or order[1::2] == decodes
 
 
-@pytest.fixture(scope="module")
-def wide(wide_dir):
-    bundle = load(wide_dir, on_mismatch="error")
-    bundle.prepare()
-    return bundle
-
-
-def test_prompts_are_computed_together(wide, monkeypatch):
+def test_prompts_are_computed_together(wide_dir, monkeypatch):
+    wide = load(wide_dir, on_mismatch="error")
+    wide.prepare()
     monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
     batch = Batch(wide.decoder, 4, together=2)
     for asked, call in {

@@ -1,22 +1,16 @@
 """Prompts that were computed before are found again, and take no more memory than they may."""
 
-import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
 
-from prejit.runtime import load
-from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.prefixes import CompactPrefix, PrefixCache
 from prejit.runtime.generation.rows import CachedText
 from prejit.runtime.generation.shared_prefix import Prefix
 
+from .batches import filled, values
+
 MINE = ("me", "")
-
-
-@pytest.fixture(scope="module")
-def bundle(decoder_dir):
-    return load(decoder_dir, on_mismatch="error")
 
 
 @pytest.fixture
@@ -25,20 +19,13 @@ def whole_caches(monkeypatch):
     monkeypatch.setattr("prejit.runtime.generation.prefixes.can_compact", lambda _: False)
 
 
-@pytest.fixture(params=["compact", "whole caches"])
-def both(request):
-    if request.param == "whole caches":
-        request.getfixturevalue("whole_caches")
-
-
 def prefix(bundle, first, context=24):
     tokens = [(first + place) % VOCABULARY for place in range(20)]
     return Prefix(tokens, KVCache(bundle.decoder, 1, context))
 
 
-def found_tokens(kept, prompt, context=24):
-    """The tokens of the prefix that is found."""
-    found = kept.find(prompt, context, MINE)
+def found_tokens(kept, prompt):
+    found = kept.find(prompt, 24, MINE)
     return None if found is None else found.token_ids
 
 
@@ -67,8 +54,12 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle):
     assert kept.find([*long.token_ids, 1], 72, MINE) is long
 
 
-@pytest.mark.usefixtures("both")
-def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(bundle, monkeypatch):
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(
+    bundle, monkeypatch, is_compact, request
+):
+    if not is_compact:
+        request.getfixturevalue("whole_caches")
     monkeypatch.setattr("prejit.runtime.generation.prefixes._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
     texts = [prefix(bundle, number).token_ids for number in range(5)]
@@ -87,30 +78,19 @@ def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(bun
     assert kept.find([0, *common], 24, MINE) is None
 
 
-def filled(bundle, batch, context):
-    """A cache with another number at each place."""
-    cache = KVCache(bundle.decoder, batch, context)
-    numbers = [to_numpy(array) for array in cache.arrays]
-    cache.arrays = [
-        bundle.decoder.device.copy(np.arange(each.size, dtype=each.dtype).reshape(each.shape))
-        for each in numbers
-    ]
-    return cache
-
-
 @pytest.mark.parametrize(("context", "places"), [(24, 20), (72, 20), (24, 24)])
 def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(bundle, context, places):
     source = filled(bundle, 2, 72)
-    expected = [to_numpy(array)[1:2, :, :places].copy() for array in source.arrays]
+    expected = [array[1:2, :, :places] for array in values(source)]
     tokens = [number % VOCABULARY for number in range(20 if places == 20 else 40)]
     kept = CompactPrefix(bundle.decoder, tokens, source, 1)
     assert kept.size_bytes == cache_bytes(bundle.decoder.cache, 1, len(tokens))
     del source
     back = kept.at(context)
     assert (back.batch, back.context) == (1, context)
-    for array, rows in zip(back.arrays, expected, strict=True):
-        assert (to_numpy(array)[:, :, :places] == rows).all()
-        assert not to_numpy(array)[:, :, places:].any()
+    for array, rows in zip(values(back), expected, strict=True):
+        assert (array[:, :, :places] == rows).all()
+        assert not array[:, :, places:].any()
 
 
 def test_prefixes_never_take_more_than_they_may(bundle):

@@ -62,52 +62,43 @@ def state(source, **more):
 
 
 @pytest.mark.parametrize("edited", EDITS)
-def test_a_function_without_a_file_is_compared_by_its_code(edited):
+def test_a_function_without_a_file_is_compared_by_its_code_and_nothing_else(edited):
     assert CELLS.count(edited) == 1
     assert state(CELLS.replace(edited, EDITS[edited])) != state(CELLS)
-
-
-def test_what_changes_nothing_is_equal():
     assert state(f"# a comment\n{CELLS}".replace("unread = 1", "unread = 2")) == state(CELLS)
     own = {"default by": 3, "function": "cells:step"}
     assert state(CELLS, __file__="cells.py") == own  # its file is compared
 
 
-def test_modules_and_packages_that_are_not_there_are_left_out():
+def test_a_module_is_found_that_is_not_imported_and_what_is_not_there_is_left_out(
+    tmp_path, monkeypatch
+):
     places = ("module no_such", "module sys", "package no-such", "package pytest", "self")
     assert function_sources.sources(places) == {"package pytest": pytest.__version__}
-
-
-def test_a_module_that_is_not_imported_is_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "not_imported_yet.py"
     found = []
     for text in ("1", "2", "1"):
-        path.write_text(text)
+        (tmp_path / "not_imported_yet.py").write_text(text)
         found.append(function_sources.sources(["module not_imported_yet"]))
     assert found[0] == found[2] != found[1]
     assert "not_imported_yet" not in sys.modules
 
 
 @pytest.mark.parametrize(
-    ("attributes", "name"),
+    ("spec", "file", "name"),
     [
-        ({"__spec__": None, "__file__": "/srv/app/train.py"}, "train"),
-        (
-            {"__spec__": types.SimpleNamespace(name="app.train"), "__file__": "train.py"},
-            "app.train",
-        ),
-        ({"__spec__": types.SimpleNamespace(name="app.__main__")}, "app.__main__"),
-        (  # a directory, a zip file or cProfile
-            {"__spec__": types.SimpleNamespace(name="__main__"), "__file__": "/srv/train.v2.py"},
-            "train.v2",
-        ),
-        ({"__spec__": None}, "__main__"),
+        (None, "/srv/app/train.py", "train"),
+        ("app.train", "train.py", "app.train"),
+        ("app.__main__", None, "app.__main__"),
+        ("__main__", "/srv/train.v2.py", "train.v2"),  # a directory, a zip file or cProfile
+        (None, None, "__main__"),
     ],
 )
-def test_a_script_has_the_name_of_its_file(monkeypatch, attributes, name):
+def test_a_script_has_the_name_of_its_file(monkeypatch, spec, file, name):
     script = types.ModuleType("__main__")
-    vars(script).update(attributes)
+    script.__spec__ = spec and types.SimpleNamespace(name=spec)
+    if file is not None:
+        script.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", script)
     assert function_sources.module_name("__main__") == name
     assert function_sources.module_name("app.layers") == "app.layers"

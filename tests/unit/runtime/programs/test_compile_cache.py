@@ -58,17 +58,10 @@ def kept(number):
 
 
 DECIDE = {
-    "jaxlib": "0.0.1",
-    "cpu_features": ("avx",),
-    "cpu_count": MACHINE.cpu_count + 1,
-    "architecture": "aarch64",
-    "platform": "tpu",
-    "plugin": "jax-cuda12-plugin 0.10.2",
-    "device_kind": "NVIDIA L4",
-    "compute_capability": "8.9",
-    "device_count": 3,
-    "topology": "2x2",
-    "xla_flags": ("--xla_cpu_enable_fast_math=true",),
+    **{"jaxlib": "0.0.1", "cpu_features": ("avx",), "cpu_count": MACHINE.cpu_count + 1},
+    **{"architecture": "aarch64", "platform": "tpu", "plugin": "jax-cuda12-plugin 0.10.2"},
+    **{"device_kind": "NVIDIA L4", "compute_capability": "8.9", "device_count": 3},
+    **{"topology": "2x2", "xla_flags": ("--xla_cpu_enable_fast_math=true",)},
     "environment": ("NVIDIA_TF32_OVERRIDE=0",),
 }
 CHANGE_NOTHING = {
@@ -170,14 +163,7 @@ def test_the_cache_stays_in_its_limit_and_keeps_what_was_used_last(directory, mo
     assert [kept(number) for number in (5, 7)] == [False, True]
 
 
-@pytest.mark.parametrize("text", ["2GB", "-1", "9" * 19])
-def test_a_limit_that_is_no_number_is_told(text, monkeypatch):
-    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", text)
-    with pytest.raises(UsageError, match=r"PREJIT_COMPILE_CACHE_BYTES: expected a number of bytes"):
-        compiled_here(PROGRAM, MACHINE, never)
-
-
-def test_what_is_not_ours_is_left_alone(directory, monkeypatch):
+def test_what_is_not_ours_is_left_alone_and_a_limit_is_a_number(directory, monkeypatch):
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "1500")
     directory.mkdir(parents=True, mode=0o700)
     (directory / "README").write_text("notes")
@@ -190,6 +176,10 @@ def test_what_is_not_ours_is_left_alone(directory, monkeypatch):
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "0")  # keeps and reads nothing
     assert not kept(2)
     keep(2, b"now")
+    for text in ("2GB", "-1", "9" * 19):
+        monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", text)
+        with pytest.raises(UsageError, match="PREJIT_COMPILE_CACHE_BYTES: expected a number of by"):
+            compiled_here(PROGRAM, MACHINE, never)
 
 
 def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(directory):

@@ -57,20 +57,23 @@ def z_of(size):
     return {"two": np.arange(3, dtype=np.int32), "one": np.arange(size, dtype=np.float32)}
 
 
+def same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (type(mine), mine.dtype) == (type(theirs), theirs.dtype)
+        assert isinstance(mine, np.ndarray) or mine.devices() == theirs.devices()
+        np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_are_those_of_the_first_call(bundle, entered, size):
-    z, a = z_of(size), np.ones(2, np.float32)
-    first, *others = (bundle.call("named", a=a, z=z) for _ in range(4))
+    given = {"z": z_of(size), "a": np.ones(2, np.float32)}
+    first, *others = (bundle.call("named", **given) for _ in range(4))
     assert entered == ["named"]
     for found in others:
         assert list(found) == list(first)
-        assert found["z"][1] is None
-        assert type(found["a"]) is tuple
-        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(first), strict=True):
-            assert type(mine) is np.ndarray
-            assert mine.dtype == theirs.dtype
-            np.testing.assert_array_equal(mine, theirs)
-    np.testing.assert_array_equal(first["z"][0], np.arange(size) * 2)
+        same(found, first)
+    same(first, jax.tree.map(np.asarray, FUNCTIONS["nested"](**jax.tree.map(jnp.asarray, given))))
 
 
 @jax.tree_util.register_dataclass
@@ -95,15 +98,21 @@ def test_parts_keep_their_names(bundle, of, kind, name):
             np.testing.assert_array_equal(found["b"], b * 2)
 
 
-def test_what_python_must_see_is_called_in_python(bundle, entered):
-    x = np.ones(4, np.float32)
+@pytest.mark.parametrize(
+    ("of", "method"), [(np.asarray, "call_in_bucket"), (jnp.asarray, "call")], ids=["numpy", "jax"]
+)
+def test_what_python_must_see_is_called_in_python(bundle, called, of, method):
+    seen, x, is_jax = called(method), of(np.ones(4, np.float32)), of is jnp.asarray
     for _ in range(2):
         np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
         np.testing.assert_array_equal(bundle.call("scaled", x, factor=3), x * 3)
         np.testing.assert_array_equal(bundle.call("padded", x[:2]), x[:2] + 1)
-        z = {**z_of(2), "one": jnp.ones(2)}  # of two kinds
-        np.testing.assert_array_equal(bundle.call("placed", z, x[:2])["a"][0], [2, 2])
-    assert len(entered) == 8
+        if is_jax:  # its program has weights
+            np.testing.assert_array_equal(bundle.call("weighted", jnp.ones((2, 8))), [[3] * 8] * 2)
+        else:
+            z = {**z_of(2), "one": jnp.ones(2)}  # of two kinds
+            np.testing.assert_array_equal(bundle.call("placed", z, x[:2])["a"][0], [2, 2])
+    assert seen == ["donated", "scaled", "padded", "weighted" if is_jax else "placed"] * 2
     np.testing.assert_array_equal(x, np.ones(4))
 
 
@@ -119,9 +128,13 @@ def test_mistakes_are_found_after_calls_that_fit(bundle):
         with pytest.raises(UsageError):
             bundle.call(name, x)
     np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+    with pytest.raises(UsageError, match=r"expected float32\[2, 8\], found float32\[3\]"):
+        bundle.call("weighted", jnp.ones(3))
 
 
 def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle):
+    """Not for the first call of a process, either."""
+    _jit_dispatch._has_jit_state.cache_clear()
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
         for setting in (
@@ -158,13 +171,6 @@ def test_what_jax_is_set_to_look_for(bundle, name, of):
             way(name, *given(value))
 
 
-def test_the_first_call_of_a_process_may_be_one_without_jit(path):
-    _jit_dispatch._has_jit_state.cache_clear()
-    x = np.ones((2, 8), np.float32)
-    with jax.disable_jit():
-        np.testing.assert_array_equal(load(path).call("weighted", x), x * 3)
-
-
 NO_JAX = """
 import sys, numpy as np
 from prejit.runtime import UsageError, load
@@ -197,33 +203,12 @@ def test_other_jaxlibs(bundle, monkeypatch, entered):
     assert len(entered) == 2
 
 
-@pytest.fixture
-def copied(called):
-    return called("call")
-
-
 @pytest.mark.parametrize("name", ["named", "placed"])
-def test_arrays_of_jax_stay_on_its_client(bundle, copied, name):
+def test_arrays_of_jax_stay_on_its_client(bundle, called, name):
+    copied = called("call")
     z, a = jax.tree.map(jnp.asarray, (z_of(2), np.ones(2, np.float32)))
     expected = FUNCTIONS["nested"](z, a)
     for _ in range(3):
         found = bundle.call(name, a=a, z=z) if name == "named" else bundle.call(name, z, a)
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert isinstance(mine, jax.Array)
-            assert mine.dtype == theirs.dtype
-            assert mine.devices() == theirs.devices()
-            np.testing.assert_array_equal(mine, theirs)
+        same(found, expected)
     assert copied == []
-
-
-def test_arrays_of_jax_that_no_program_takes_as_they_are(bundle, copied):
-    x = jnp.ones(4)
-    for _ in range(2):
-        np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
-        np.testing.assert_array_equal(bundle.call("scaled", x, factor=3), x * 3)
-        np.testing.assert_array_equal(bundle.call("padded", x[:3]), x[:3] + 1)
-        np.testing.assert_array_equal(bundle.call("weighted", jnp.ones((2, 8))), np.full((2, 8), 3))
-    assert copied == ["donated", "scaled", "padded", "weighted"] * 2
-    with pytest.raises(UsageError, match=r"expected float32\[2, 8\], found float32\[3\]"):
-        bundle.call("weighted", jnp.ones(3))

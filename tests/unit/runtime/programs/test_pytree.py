@@ -5,6 +5,7 @@ import functools
 import sys
 import threading
 from collections import namedtuple
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -63,21 +64,16 @@ def test_constants_are_equal_if_their_values_and_types_are(one, other):
 @pytest.mark.parametrize(
     "text",
     [
-        '["dict",[[1,"*"],["1","*"]]]',
-        '["dict",[[true,"*"]]]',
+        *('["dict",[[1,"*"],["1","*"]]]', '["dict",[[true,"*"]]]', '["node","m:N",["*"],2.5]'),
+        *('["record","no type",[],[]]', '["record","m:N.<lambda>",[],[]]', '["list", ["*"]]'),
         '["namedtuple","m:N",[["class","*"]]]',
-        '["record","no type",[],[]]',
-        '["record","m:N.<lambda>",[],[]]',
         '["record","m:N",[["__dict__","*"]],[]]',
         '["namedtuple","m:N",[["a","*"],["_0","*"]]]',
         '["record","m:N",[["a","*"]],[["a",1]]]',
         '["record","m:N",[],[["a",["float","1.5"]]]]',
         '["record","m:N",[],[["a",["dict",[[1]]]]]]',
         '["record","m:N",[],[["a",["enum","Color","RED"]]]]',
-        '["node","m:N",["*"],2.5]',
-        '["record","m:N",[],[["a",NaN]]]',
-        '["list", ["*"]]',
-        '"key:"',
+        *('["record","m:N",[],[["a",NaN]]]', '"key:"'),
         "[" * 100_000,
         '["list",[' * 300 + '"*"' + "]]" * 300,
     ],
@@ -100,11 +96,8 @@ class Circle:
 
 
 POINT = Node("namedtuple", ("x", "y"), (Leaf(), Leaf()), "shapes:Point")
-CIRCLE = Node(
-    "record", ("centre", "radius"), (POINT, Leaf()), "shapes:Circle", (("name", "round"),)
-)
-
-
+PARTS, NAME = ("centre", "radius"), (("name", "round"),)
+CIRCLE = Node("record", PARTS, (POINT, Leaf()), "shapes:Circle", NAME)
 PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
 
 
@@ -161,13 +154,30 @@ def test_a_part_that_is_missing_or_too_many_is_named(tree, value, problem):
         pytree.flatten(tree, value)
 
 
+NAMED = [
+    *(["a.b"], ["a", "b"], ["a%2Eb"], [""], ["result"], ["", ""], ["."], ["a\1"], ["a%01"]),
+    *(["\ud800"], ["%D800"], ["a/b"], ["a%2Fb"], ["nul\0"], [".hidden"], ["%2F"]),
+    *(["..", "..", "escaped"], ["/tmp/escaped"], ["a/../../escaped"]),
+]
+PATHS = st.lists(st.text(st.sampled_from("a./%2EF\\\0\ud800"), max_size=4), min_size=1, max_size=3)
+
+
+@given(one=PATHS, other=PATHS)
+def test_a_name_of_a_path_stays_in_its_directory_and_no_other_path_has_it(one, other):
+    """Paths come out of the bundle, and whoever wrote it need not be a friend."""
+    for path in (one, *NAMED):
+        name = pytree.dotted(path)
+        assert Path(f"/out/{name}.npy").resolve() == Path(f"/out/{name}.npy")
+        assert not name.startswith(".")
+        assert "/" not in name
+        assert name.isprintable()
+    assert (pytree.dotted(one) == pytree.dotted(other)) == (one == other)
+    assert len({*map(pytree.dotted, NAMED)}) == len(NAMED)
+
+
 FACTOR = 2.0
 HELPER = lambda v: v * FACTOR  # noqa: E731
 HERE = sys.modules[__name__]
-
-
-def inner_code():
-    return lambda v: [part * FACTOR for part in v]
 
 
 def with_attribute(factor):
@@ -281,7 +291,7 @@ def test_no_part_of_a_constant_is_left_out(one, other):
         lambda: lambda v: v * FACTOR,
         lambda: lambda v: HELPER(v),
         lambda: lambda v: v * HERE.FACTOR,
-        inner_code,
+        lambda: lambda v: [part * FACTOR for part in v],
     ],
 )
 def test_globals_of_a_function_are_parts_of_it(made, monkeypatch):

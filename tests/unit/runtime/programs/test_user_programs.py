@@ -1,6 +1,9 @@
-"""Arguments of 64 bits are those of 32 where jax takes them so, and never other values."""
+"""Arguments are those of jax.jit: 64 bits where jax takes them as 32, and the structure of the build."""
 
+import ctypes
 import math
+from array import array
+from collections import OrderedDict, deque
 
 import jax
 import jax.numpy as jnp
@@ -26,35 +29,23 @@ def examples(batch):
     return {"x": np.ones((batch, 3)), "labels": np.zeros(batch, np.int64)}
 
 
-def program(name, args, **options):
-    return Program(name, fn=loss, args=args, **options)
-
-
-SHAPES = {
-    "x": jax.ShapeDtypeStruct((4, 3), np.float64),
-    "labels": jax.ShapeDtypeStruct((4,), np.int64),
-}
-ROWS = {"x": "float32[{batch}, 3]", "labels": "int32[{batch}]"}
+GIVEN, ROWS = {"x": X, "labels": LABELS}, {"x": "float32[{batch}, 3]", "labels": "int32[{batch}]"}
+SHAPES = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in GIVEN.items()}
 KINDS = [np.zeros(1, kind) for kind in ("i8", "u8", "f8", "c16")]
 PROGRAMS = [
-    program("loss", {"x": X, "labels": LABELS}),
-    program("made", examples, buckets={"batch": (2, 4)}),
-    program("shaped", SHAPES),
-    program("padded", ROWS, buckets={"batch": (8,)}, pad=["batch"]),
-    Program("step", fn=step, args={"state": np.zeros(2), "x": X[0]}),
-    Program("same", fn=lambda *each: each, args=KINDS),
+    Program("loss", loss, GIVEN),
+    Program("made", loss, examples, buckets={"batch": (2, 4)}),
+    Program("shaped", loss, SHAPES),
+    Program("padded", loss, ROWS, buckets={"batch": (8,)}, pad=["batch"]),
+    Program("step", step, {"state": np.zeros(2), "x": X[0]}),
+    Program("same", lambda *each: each, KINDS),
 ]
 NOTE = "is built with ['labels'] as int32 and not int64, ['x'] as float32 and not float64: jax_enable_x64"
 
 
 @pytest.fixture(scope="module")
-def path(build_programs):
-    return build_programs(PROGRAMS)
-
-
-@pytest.fixture
-def bundle(path):
-    return load(path, on_mismatch="error")
+def bundle(build_programs):
+    return load(build_programs(PROGRAMS), on_mismatch="error")
 
 
 def test_the_build_says_what_is_narrower_and_its_state_is_kept_so(tmp_path, capfd, bundle):
@@ -131,12 +122,54 @@ def test_with_64_bits_no_array_becomes_narrower(build_programs):
                 bundle.call(name, x)
 
 
+ONES = np.ones(2, np.float32)
+
+
+def counted(t):
+    return t["a"] * (2 if "b" in t else 3)
+
+
+def scaled(*, x, scale=2.0):
+    return x if scale is None else x * scale
+
+
+def layers(x, d):
+    for value in d.values():
+        x = x * value + 1
+    return {"x": x, "d": d}
+
+
+def size(x):
+    return x.sum() if hasattr(x, "shape") else jnp.float32(len(x))
+
+
+ZB, BZ = OrderedDict(z=ONES, b=ONES * 5), OrderedDict(b=ONES * 5, z=ONES)
+NONE = {"a": ONES, "b": None}
+CALLS = {
+    "none_more": (counted, [{"a": ONES}], [NONE], r"unexpected 0\['b'\]"),
+    "none_less": (counted, [NONE], [{"a": ONES}], r"0\['b'\] is missing: expected"),
+    "none_named": (scaled, {"x": ONES}, {"x": ONES, "scale": None}, "unexpected scale"),
+    "none_default": (scaled, {"x": ONES, "scale": None}, {"x": ONES}, "scale is missing: expected"),
+    "turned": (layers, [ONES, ZB], [ONES, BZ], "order 'z', 'b', found"),
+    "unordered": (layers, [ONES, ZB], [ONES, dict(ZB)], "order 'z', 'b', found 'b'"),
+    "ordered": (layers, [ONES, dict(ZB)], [ONES, ZB], "order 'b', 'z', found 'z'"),
+}
+"""Functions, arguments that fit their programs, others that do not, and the errors."""
+
+
 @pytest.fixture(scope="module")
 def others(build_programs):
+    examples = {name: call[:2] for name, call in CALLS.items()}
+    examples |= {name: (size, [np.ones(n, "f")]) for name, n in (("row", 2), ("number", ()))}
     programs = [
+        Program(name, fn=function, args=lambda example=example: example)
+        for name, (function, example) in examples.items()
+    ]
+    programs += [
+        Program("kept", fn=lambda x: x + 1, args={"x": ONES}),
         Program("halved", fn=lambda x: x / 2, args=[0.5]),
         Program("doubled", fn=lambda x: x * 2, args=[3]),
-        Program("turned", fn=lambda x: x * 1j, args=[1j]),
+        Program("turned_number", fn=lambda x: x * 1j, args=[1j]),
         Program("split", fn=jax.random.split, args=lambda: [jax.random.key(0)]),
         Program("summed", fn=jnp.sum, args=["float32[2]"]),
     ]
@@ -149,7 +182,7 @@ def others(build_programs):
         *(("halved", each, "") for each in (math.inf, -math.inf, math.nan, 3.4e38, 1e-50)),
         *(("halved", each, "float32") for each in (1e39, -1e300)),
         *(("doubled", each, "int32") for each in (2**31, -(2**40), 2**70)),
-        ("turned", 1e300j, "complex64"),
+        ("turned_number", 1e300j, "complex64"),
     ],
 )
 def test_numbers_that_their_dtype_does_not_hold_are_refused(others, name, value, dtype):
@@ -184,3 +217,57 @@ def test_a_tracer_is_refused_in_one_sentence(others, transform):
         transform(lambda x: others.call("summed", x))(x)
     assert "prejit.runtime.jit" in str(caught.value.hint)
     assert "\n" not in caught.value.args[0]
+
+
+CONTAINERS = [1.0, 2.0], (1.0, 2.0), range(2), deque([1.0, 2.0]), array("f", [1, 2])
+
+
+@pytest.mark.parametrize("value", [*CONTAINERS, memoryview(ONES), (ctypes.c_float * 2)()])
+def test_a_container_is_no_array(others, value):
+    """NumPy would make an array of it; jax takes its parts, or refuses it."""
+    right = np.asarray(value, np.float32)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="expected 0 as an array, found") as caught:
+            others.call("row", value)
+        assert "numpy.asarray makes an array of a list" in str(caught.value.hint)
+        with pytest.raises(UsageError, match="expected 0 as an array, found"):
+            others.call_by_path("row", {(0,): value})
+        np.testing.assert_array_equal(others.call("row", right), right.sum())
+    with pytest.raises(UsageError, match=r"expected x as an array, found"):
+        others.bind("kept", x=value)
+
+
+class Readable:
+    """An array of another library."""
+
+    def __len__(self):
+        return 2
+
+    def __array__(self, dtype=None, copy=None):
+        return ONES.astype(dtype or ONES.dtype)
+
+
+def test_arrays_of_other_libraries_are_taken(others):
+    for value in (Readable(), ONES[:], jnp.asarray(ONES)):
+        np.testing.assert_array_equal(others.call("row", value), 2)
+    np.testing.assert_array_equal(others.call("number", np.float32(2)), 2)
+
+
+def called(way, *name, given):
+    return way(*name, **given) if isinstance(given, dict) else way(*name, *given)
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("name", CALLS)
+def test_another_structure_is_refused(others, name, of):
+    """At the first call, and after calls that fit."""
+    function, *given, problem = CALLS[name]
+    example, other = (jax.tree.map(of, each) for each in given)
+    for _ in range(3):
+        for way in (others.call, others.call_async, others.call_on_device):
+            with pytest.raises(UsageError, match=problem):
+                called(way, name, given=other)
+        wanted = called(jax.jit(function), given=example)
+        found = called(others.call, name, given=example)
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -24,8 +24,8 @@ def content_of(name):
 def recorded_file(name):
     import zstandard
 
-    frame = zstandard.ZstdCompressor(write_checksum=True).compress(content_of(name))
     raw = content_of(name)
+    frame = zstandard.ZstdCompressor(write_checksum=True).compress(raw)
     segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
     return RecordedFile(RecordedProgram(name, FILES[name], segment, {}, {}), frame)
 
@@ -40,13 +40,7 @@ def write_recorded(tmp_path):
         target = RecordedTarget(needs, {"jax": "1"}, programs)
         index, blobs = assemble("serve", [packed(target, "serve")])
         check_readable(index, blobs)
-        path = tmp_path / "serve"
-        write_layout(path, index, blobs)
-        return path
+        write_layout(tmp_path / "serve", index, blobs)
+        return tmp_path / "serve"
 
     return write
-
-
-def layer_of(bundle):
-    [layer] = [f for f in (bundle / "blobs" / "sha256").iterdir() if f.read_bytes()[:1] != b"{"]
-    return layer

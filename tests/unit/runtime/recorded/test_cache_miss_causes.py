@@ -20,16 +20,9 @@ CONDITIONS |= {"XLA flags": ""}
 FILE, SEGMENT = f"jit_score-{'0' * 64}-cache", Segment(0, 1, "", 1, "")
 PROGRAM = RecordedProgram("jit_score", FILE, SEGMENT, SAME, CONDITIONS, ("float32[8]",))
 FOUND = JaxRequest(
-    name="jit_score",
-    key=f"jit_score-{'1' * 64}",
-    outcome="miss",
-    seconds=0.25,
-    saved_seconds=None,
-    arguments=("float32[8]",),
-    ingredients=SAME,
-    conditions=CONDITIONS,
-    where="serve.py:7",
-    not_kept=None,
+    **{"name": "jit_score", "key": f"jit_score-{'1' * 64}", "outcome": "miss", "seconds": 0.25},
+    **{"saved_seconds": None, "arguments": ("float32[8]",), "ingredients": SAME},
+    **{"conditions": CONDITIONS, "where": "serve.py:7", "not_kept": None},
 )
 NEEDS = Requirement("cpu", "x86_64", ("avx2", "sse"), "1.2.3")
 
@@ -45,25 +38,19 @@ def differing(*names, **conditions):
 
 
 T = jax_texts
-SHAPES, OTHERS = "(float32[8])", ("float32[16]",)
+SHAPES, ANOTHER = "(float32[8])", differing(T.COMPUTATION)
+OTHER_SHAPE = replace(ANOTHER, arguments=("float32[16]",))
+OTHER_JAXLIB = differing(T.JAXLIB, T.COMPUTATION, T.ACCELERATOR)
+OTHER_FLAGS = differing(T.XLA_FLAGS, T.COMPILE_OPTIONS, **{"XLA flags": "--xla_x=1"})
 NO_NAME = replace(FOUND, name="jit_other")
 CAUSES = [
+    (OTHER_SHAPE, f"arguments: {SHAPES} | (float32[16]) => record this run too"),
     (
-        replace(differing(T.COMPUTATION), arguments=OTHERS),
-        f"arguments: {SHAPES} | (float32[16]) => record this run too",
+        ANOTHER,
+        "computation: another program of these arguments | this one => a static argument, or",
     ),
-    (
-        differing(T.COMPUTATION),
-        "computation: another program of these arguments | this one => a static argument, or a shape",
-    ),
-    (
-        differing(T.JAXLIB, T.COMPUTATION, T.ACCELERATOR),
-        "jaxlib: 1.2.3 | 4.5.6 => install jaxlib 1.2.3",
-    ),
-    (
-        differing(T.XLA_FLAGS, T.COMPILE_OPTIONS, **{"XLA flags": "--xla_x=1"}),
-        "XLA flags: none | --xla_x=1 => set XLA_FLAGS",
-    ),
+    (OTHER_JAXLIB, "jaxlib: 1.2.3 | 4.5.6 => install jaxlib 1.2.3"),
+    (OTHER_FLAGS, "XLA flags: none | --xla_x=1 => set XLA_FLAGS"),
     (differing(T.COMPILE_OPTIONS, device_count="2"), "device count: 1 | 2 => as many devices"),
     (differing(T.COMPILE_OPTIONS), "compile_options: another one | this one => options of jit"),
     (differing(T.ACCELERATOR, device_kind="NVIDIA L4"), "device kind: cpu | NVIDIA L4 => it adds"),
@@ -91,15 +78,13 @@ def test_the_nearest_program_is_compared_and_each_ingredient_has_a_cause():
     """A program differs in each of them once: no two say the same."""
     far = replace(PROGRAM, ingredients=dict.fromkeys(SAME, "2" * 64), arguments=("float32[99]",))
     near = replace(PROGRAM, arguments=("float32[16]",))
-    [cause] = why(differing(jax_texts.COMPUTATION), far, near)
+    [cause] = why(ANOTHER, far, near)
     assert cause.recorded == "(float32[16])"
     others = replace(PROGRAM, arguments=("float32[99]",), file=f"a{PROGRAM.file}")
-    [cause] = why(differing(jax_texts.COMPUTATION), others, PROGRAM)
+    [cause] = why(ANOTHER, others, PROGRAM)
     assert cause.name == "computation", "equal arguments are nearer than others"
-    causes = [
-        str(cause) for name in jax_texts.INGREDIENTS for cause in why(differing(name), PROGRAM)
-    ]
-    assert len(set(causes)) == len(jax_texts.INGREDIENTS)
+    causes = {str(cause) for name in SAME for cause in why(differing(name), PROGRAM)}
+    assert len(causes) == len(SAME)
 
 
 def bundle(directory):
@@ -118,8 +103,7 @@ def process(*requests, directory=None):
 
 
 def test_the_report_counts_explains_and_notes(tmp_path):
-    miss = replace(differing(jax_texts.COMPUTATION), arguments=("float32[16]",))
-    report = report_of(bundle(tmp_path), [process(HIT, miss), process(HIT, miss)], MACHINE)
+    report = report_of(bundle(tmp_path), [process(HIT, OTHER_SHAPE)] * 2, MACHINE)
     [used] = report.programs
     assert (used.hits, used.hit_seconds, used.saved_seconds) == (2, 1.0, 6.0)
     assert (used.misses, used.miss_seconds) == (2, 0.5)

@@ -7,14 +7,13 @@ import time
 import pytest
 from tests.layouts import GOLDEN
 
-from prejit.runtime import __main__
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine import kept_files as receipts
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded import recorded_bundle
 from prejit.runtime.recorded.recorded_bundle import on_cpu, open_recorded
 
-from .conftest import FILES, content_of, layer_of
+from .conftest import FILES, content_of
 
 
 def found_in(directory):
@@ -98,35 +97,31 @@ def test_what_somebody_changed_in_the_cache_is_replaced(change, write_recorded, 
     assert {file.stat().st_mode & 0o777 for file in again.iterdir()} == {0o444}
 
 
-def test_a_damaged_or_other_bundle_starts_no_command(write_recorded, tmp_path, capfd):
-    path = write_recorded()
-    layer = layer_of(path)
+def test_a_damaged_or_other_bundle_starts_no_command(write_recorded, tmp_path, ran):
+    path, started = write_recorded(), tmp_path / "started"
+    [layer] = [f for f in (path / "blobs" / "sha256").iterdir() if f.read_bytes()[:1] != b"{"]
     layer.write_bytes(layer.read_bytes()[:-1] + b"?")
     for options in ([], ["--report"], ["--require-aot"]):
-        words = ["run", str(path), *options, "--", "touch", str(tmp_path / "started")]
-        assert __main__.main(words) == 4
-    assert "error[reject]" in capfd.readouterr().err
-    assert not (tmp_path / "started").exists()
+        found = ran("run", path, *options, "--", "touch", started, status=4).err
+        assert "error[reject]" in found
+    assert not started.exists()
     with pytest.raises(UsageError, match="found one of `prejit build`"):
         open_recorded(GOLDEN / "chunks")
 
 
 def test_a_mismatch_is_an_error_where_nothing_may_compile(
-    write_recorded, tmp_path, runtime_cache, capfd
+    write_recorded, tmp_path, runtime_cache, ran
 ):
-    path = write_recorded(jaxlib="0.0.1")
+    path, started = write_recorded(jaxlib="0.0.1"), tmp_path / "started"
     assert (open_recorded(path).directory, runtime_cache.exists()) == (None, False)
     for options in (["--on-mismatch", "error"], ["--require-aot"]):
-        words = ["run", str(path), *options, "--", "touch", str(tmp_path / "started")]
-        assert __main__.main(words) == 3
-        found = capfd.readouterr().err
+        found = ran("run", path, *options, "--", "touch", started, status=3).err
         assert "jaxlib: needs 0.0.1, found" in found
         assert "hint: add a target on this machine with: prejit record" in found
-    assert not (tmp_path / "started").exists()
-    words = ["run", str(path), "--report", "--", "touch", str(tmp_path / "started")]
-    assert __main__.main(words) == 0
-    assert (tmp_path / "started").exists()
-    assert "The program runs without the bundle" in capfd.readouterr().err
+    assert not started.exists()
+    found = ran("run", path, "--report", "--", "touch", started).err
+    assert started.exists()
+    assert "The program runs without the bundle" in found
 
 
 def test_a_program_on_the_cpu_beside_a_gpu_gets_files_for_cpus(write_recorded, monkeypatch):

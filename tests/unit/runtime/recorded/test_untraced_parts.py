@@ -96,10 +96,18 @@ def test_texts_of_functions_have_what_they_hold(monkeypatch):
     assert text_of(scaled) != before
 
 
-def test_a_value_that_holds_itself_has_a_text():
+def test_values_that_hold_themselves_or_their_places_have_texts():
     value = Holder(None)
     value.value = [value]
     assert text_of(value) == text_of(copy.deepcopy(value))
+
+    def cached():
+        value = np.ones(2)
+        return {"cache": {(id(value), "x"): 1}, "value": value}
+
+    first, second = cached(), cached()
+    assert text_of(first) == text_of(second)
+    assert text_of({1 << 40: 1}) != text_of({1 << 41: 1})
 
 
 def test_a_jaxpr_has_a_text_that_no_earlier_trace_changes():
@@ -132,58 +140,39 @@ def by_hand(x):
 
 by_hand.defvjp(lambda x: (jnp.sin(x), x), lambda x, t: (t * jnp.cos(x),))
 LIKE = (
-    *(lambda x, by=by: x * by for by in (2.0, -0.0, 0.0, float("nan"), np.float64(2), np.int32(2))),
-    *(
-        lambda x, by=by: x + by
-        for by in (np.arange(3.0), np.arange(3), jnp.arange(3.0) + 1, 1, True)
-    ),
-    *(lambda x, to=to: x.astype(to) for to in ("int32", "bfloat16", bool)),
-    *(lambda x, axis=axis: jnp.stack([x, x], axis) for axis in (0, 1)),
-    *(
-        lambda x, length=length: jax.lax.scan(lambda c, _: (c * 2, c), x, length=length)
-        for length in (2, 3)
-    ),
-    *(lambda x, by=by: jax.lax.cond(x[0] > 0, lambda: x, lambda: x * by) for by in (2, 3)),
-    *(
-        lambda x, by=by: jax.lax.while_loop(lambda x: x[0] < by, lambda x: x + 1, x)
-        for by in (2, 3)
-    ),
-    *(lambda x, scale=scale: negated(scale, x) for scale in (1.0, 2.0)),
-    *(lambda x, order=order: x[jnp.array(order)] for order in ((0, 1), (1, 0))),
-    *(lambda x, mode=mode: x.at[5].add(1.0, mode=mode) for mode in ("drop", "clip")),
-    *(
-        lambda x, impl=impl: jax.random.normal(jax.random.key(1, impl=impl), 3)
-        for impl in ("rbg", None)
-    ),
-    *(
-        lambda x, precision=precision: jnp.dot(x, x, precision=precision)
-        for precision in (None, "highest")
-    ),
-    *(
-        lambda x, inner=inner: jax.jit(inner)(x)
-        for inner in (jnp.sin, jnp.cos, jax.nn.relu, by_hand)
-    ),
-    lambda x: x - x[::-1],
-    lambda x: x[::-1] - x,
-    lambda x: {"a": x},
-    lambda y: {"a": y},
+    (lambda x, by: x * by, (2.0, -0.0, 0.0, float("nan"), np.float64(2), np.int32(2))),
+    (lambda x, by: x + by, (np.arange(3.0), np.arange(3), jnp.arange(3.0) + 1, 1, True)),
+    (lambda x, to: x.astype(to), ("int32", "bfloat16", bool)),
+    (lambda x, axis: jnp.stack([x, x], axis), (0, 1)),
+    (lambda x, count: jax.lax.scan(lambda c, _: (c * 2, c), x, length=count), (2, 3)),
+    (lambda x, by: jax.lax.cond(x[0] > 0, lambda: x, lambda: x * by), (2, 3)),
+    (lambda x, by: jax.lax.while_loop(lambda x: x[0] < by, lambda x: x + 1, x), (2, 3)),
+    (lambda x, scale: negated(scale, x), (1.0, 2.0)),
+    (lambda x, order: x[jnp.array(order)], ((0, 1), (1, 0))),
+    (lambda x, mode: x.at[5].add(1.0, mode=mode), ("drop", "clip")),
+    (lambda x, impl: jax.random.normal(jax.random.key(1, impl=impl), 3), ("rbg", None)),
+    (lambda x, precision: jnp.dot(x, x, precision=precision), (None, "highest")),
+    (lambda x, inner: jax.jit(inner)(x), (jnp.sin, jnp.cos, jax.nn.relu, by_hand)),
+    (lambda x, y: y(x), (lambda x: x - x[::-1], lambda x: x[::-1] - x)),
+    (lambda x, y: y(x), (lambda x: {"a": x}, lambda y: {"a": y})),
 )
+"""Functions, and the values that make each of them into several programs."""
 
 
 @pytest.mark.thorough
 def test_jaxprs_with_one_text_are_lowered_alike():
     """And a jaxpr that is traced anew has the text that it had."""
 
-    def lowered(function, x):
+    def lowered(function, x, value):
         jax.clear_caches()
-        traced = jax.jit(lambda x: function(x)).trace(x)
+        traced = jax.jit(lambda x: function(x, value)).trace(x)
         return jaxpr_text(traced.jaxpr), traced.lower().as_text()
 
     for x in (jnp.ones(3), jnp.ones(3, "bfloat16")):
         programs = {}
-        for function in LIKE:
-            text, program = lowered(function, x)
-            assert lowered(function, x)[0] == text
+        for function, value in ((each, value) for each, values in LIKE for value in values):
+            text, program = lowered(function, x, value)
+            assert lowered(function, x, value)[0] == text
             assert programs.setdefault(text, program) == program
         assert len(programs) == len(set(programs.values())) > 30
 
@@ -267,7 +256,14 @@ def test_trees_of_results_arrive_as_they_were(value):
     assert repr(jax.tree.structure(found.unflatten(range(found.num_leaves)))) == repr(tree)
 
 
-def test_a_tree_refers_to_what_the_call_was_given():
+class Alone:
+    """Equals no other object."""
+
+
+SHARED = {"steps": 1}
+
+
+def test_a_tree_has_what_the_call_was_given_and_the_objects_of_the_program():
     """Such as the functions of a train state, which have no name."""
 
     def here():
@@ -278,40 +274,21 @@ def test_a_tree_refers_to_what_the_call_was_given():
     other, there = here()
     found = moved(jax.tree.structure(Node(0, function)), call, there)
     assert found.node_data()[1] is other
-    with pytest.raises(NotKeptError, match="its results hold a builtins"):
-        moved(jax.tree.structure(Node(0, closing(3))))
-
-
-def test_the_place_of_a_value_in_a_key_is_no_part_of_a_text():
-    def cached():
-        value = np.ones(2)
-        return {"cache": {(id(value), "x"): 1}, "value": value}
-
-    first, second = cached(), cached()
-    assert text_of(first) == text_of(second)
-    assert text_of({1 << 40: 1}) != text_of({1 << 41: 1})
-
-
-class Alone:
-    """Equals no other object."""
-
-
-SHARED = {"steps": 1}
-
-
-def test_a_tree_has_the_objects_of_the_program_and_no_others_like_them():
     assert moved(jax.tree.structure(Node(0, SHARED))).node_data()[1] is SHARED
-    with pytest.raises(NotKeptError, match="its results hold a Alone, which equals itself alone"):
-        moved(jax.tree.structure(Node(0, Alone())))
+    for strange, problem in (
+        (closing(3), "its results hold a builtins"),
+        (Alone(), "its results hold a Alone, which equals itself alone"),
+    ):
+        with pytest.raises(NotKeptError, match=problem):
+            moved(jax.tree.structure(Node(0, strange)), call, there)
 
 
 def test_a_hostile_tree_calls_nothing():
-    for name in (["os", "system"], ["builtins", "eval"]):
-        described = [{"object": [{"named": name}, []]}, {"is": None}, []]
+    harmful = ["os", "system"], ["builtins", "eval"]
+    named = [{"object": [{"named": name}, []]} for name in harmful]
+    for first in (*named, {"named": ["no_such_module", "name"]}):
         with pytest.raises(NotKeptError):
-            tree_of(described, list)
-    with pytest.raises(NotKeptError):
-        tree_of([{"named": ["no_such_module", "name"]}, {"is": None}, []], list)
+            tree_of([first, {"is": None}, []], list)
 
 
 @pytest.fixture
@@ -346,45 +323,41 @@ def test_inputs_are_compared_up_to_the_call(files):
     assert comparison.difference(2) == f"the file {files / 'absent.txt'}"
 
 
+def other_kind(path):
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda files: (files / "a.txt").write_text("two"), "a.txt"),
-        (lambda files: (files / "a.txt").unlink(), "a.txt"),
-        (lambda files: (files / "listed" / "new").touch(), "listed"),
-        (
-            lambda files: ((files / "listed" / "one").unlink(), (files / "listed" / "one").mkdir()),
-            "listed",
-        ),
-        (lambda files: (files / "new-1.0.dist-info").mkdir(), ""),
+        (lambda at: (at / "a.txt").write_text("two"), "the file {}/a.txt"),
+        (lambda at: (at / "a.txt").unlink(), "the file {}/a.txt"),
+        (lambda at: (at / "listed" / "new").touch(), "{}/listed"),
+        (lambda at: other_kind(at / "listed" / "one"), "{}/listed"),
+        (lambda at: (at / "new-1.0.dist-info").mkdir(), "{}"),
+        (lambda at: (at / "link").unlink(), "where the link {}/link leads"),
     ],
 )
 def test_a_changed_input_is_named(files, change, expected):
     comparison = compared(files)
     change(files)
-    assert str(files / expected) in comparison.difference(1)
+    assert expected.format(files) in comparison.difference(1)
 
 
-def test_a_link_that_leads_elsewhere_and_a_module_that_is_there_now_are_named(files, monkeypatch):
-    comparison, again = compared(files), compared(files)
-    (files / "no_such_module.py").touch()
-    monkeypatch.syspath_prepend(files)
-    assert comparison.difference(1) == "the module no_such_module, which was not there,"
-    (files / "link").unlink()
-    assert again.difference(1) == f"where the link {files / 'link'} leads"
-
-
-def test_a_module_of_another_file_is_named(files, monkeypatch):
-    comparison = compared(files)
-    monkeypatch.setattr(json, "__file__", "/other/json.py")
-    monkeypatch.setitem(sys.modules, "prejit_new", json)  # the number of modules has changed
-    assert comparison.difference(1) == "the imported module json, from /other/json.py,"
-
-
-def test_another_environment_of_python_is_named(files, monkeypatch):
-    comparison = compared(files)
+def test_another_module_or_environment_of_python_is_named(files, monkeypatch):
+    there, moved, elsewhere = (compared(files) for _ in range(3))
+    with monkeypatch.context() as patch:
+        (files / "no_such_module.py").touch()
+        patch.syspath_prepend(files)
+        assert there.difference(1) == "the module no_such_module, which was not there,"
+        (files / "no_such_module.py").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "__file__", "/other/json.py")
+        patch.setitem(sys.modules, "prejit_new", json)  # the number of modules has changed
+        assert moved.difference(1) == "the imported module json, from /other/json.py,"
     monkeypatch.setattr(sys, "prefix", "/other")
-    assert comparison.difference(1) == "the environment of Python, /other,"
+    assert elsewhere.difference(1) == "the environment of Python, /other,"
 
 
 def test_a_file_with_other_times_is_read_once_and_has_a_receipt(files, monkeypatch):

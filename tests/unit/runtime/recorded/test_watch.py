@@ -1,10 +1,10 @@
 """The hook in a process of its own: what it writes, and that it never breaks the program."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from tests.processes import ran
 
 from prejit.compiler.recording.jax_cache_packing import RECORDER
 from prejit.runtime.recorded.hook.watch import Orders
@@ -16,15 +16,8 @@ def watched(tmp_path, code, orders, status=0, **env):
     """A program after `import jax, jax.numpy as jnp`, and the lines that its processes wrote."""
     script = tmp_path / "program.py"
     script.write_text(f"import jax, jax.numpy as jnp\n{code}")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment_for(orders, {**os.environ, **env}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr
-    return done, read_events(tmp_path / "events")
+    env = environment_for(orders, {**os.environ, **env})
+    return ran(sys.executable, script, env=env, status=status), read_events(tmp_path / "events")
 
 
 @pytest.fixture
@@ -107,9 +100,8 @@ def test_a_failure_is_reported_and_the_program_goes_on(tmp_path, error):
     done, processes = watched(tmp_path, code, Orders(settings, str(events)))
     assert done.stdout == "2.0\n2.0\n"
     assert done.stderr.count(f"prejit: cannot watch jax any more: {error}") == 1
-    assert ["jax_no_such_setting" in (each.failure or "") for each in processes] == [
-        True
-    ] * events.exists()
+    named = ["jax_no_such_setting" in (each.failure or "") for each in processes]
+    assert named == [True] * events.exists()
 
 
 @pytest.mark.parametrize(

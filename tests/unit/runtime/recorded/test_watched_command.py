@@ -7,21 +7,19 @@ import subprocess
 import sys
 
 import pytest
+from tests.processes import ran
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.watched_command import environment_for, run_to_end
 
-NOTHING = Orders({})
-
 
 def environment(**more):
-    return environment_for(NOTHING, {**os.environ, **more})
+    return environment_for(Orders({}), {**os.environ, **more})
 
 
-def ran(code, env, *argv):
-    words = [sys.executable, "-c", code, *map(str, argv)]
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+def python(code, env, *argv, **options):
+    return ran(sys.executable, "-c", code, *argv, env=env, **options)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +98,9 @@ sys.exit(run_to_end(["sh", "-c", sys.argv[2]], plain))
 
 def test_a_signal_that_comes_just_before_the_wait_reaches_the_command(tmp_path):
     ready, shim = tmp_path / "ready", tmp_path / "late.so"
-    compile_shim = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(shim), "-ldl"]
-    subprocess.run(compile_shim, input=LATE, text=True, check=True)
+    ran("gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", shim, "-ldl", input=LATE)
     trapping = f"trap 'exit 9' USR1; touch {ready}; for i in $(seq 500); do sleep 0.02; done"
-    done = ran(WAITER, {**os.environ, "LD_PRELOAD": str(shim)}, ready, trapping)
-    assert done.returncode == 9
+    python(WAITER, {**os.environ, "LD_PRELOAD": str(shim)}, ready, trapping, status=9)
 
 
 COUNTING = """
@@ -136,23 +132,21 @@ def test_a_signal_of_the_terminal_reaches_the_command_once():
 def test_a_command_can_be_ended_by_a_broken_pipe(start):
     """Python ignores SIGPIPE, and what a process ignores its commands ignore, too."""
     shown = "grep SigIgn /proc/self/status"
-    done = ran(WRAPPER, dict(os.environ), start, "sh", "-c", shown)
+    done = python(WRAPPER, dict(os.environ), start, "sh", "-c", shown)
     assert not int(done.stdout.split()[1], 16) & (1 << (signal.SIGPIPE - 1))
 
 
 def test_a_program_without_jax_is_left_alone_and_a_hook_that_fails_is_a_line(tmp_path):
     """The same sys.path and the same modules, but for the finder that waits for jax."""
-    code = (
-        "import json, sys; print(json.dumps([sys.path, sorted(sys.modules), len(sys.meta_path)]))"
-    )
-    plain, hooked = (json.loads(ran(code, env).stdout) for env in ({**os.environ}, environment()))
+    code = "import json, sys\nprint(json.dumps([sys.path, [*sys.modules], len(sys.meta_path)]))"
+    plain, hooked = (json.loads(python(code, env).stdout) for env in (os.environ, environment()))
     assert hooked[0] == plain[0]
     assert set(hooked[1]) - set(plain[1]) <= {"sitecustomize", "prejit_environment"}
     assert hooked[2] == plain[2] + 1
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("NAME = 'not really jax'\n")
     code = "import jax; print(jax.NAME, hasattr(jax.__loader__, '__dict__'))"
-    done = ran(code, environment(PYTHONPATH=str(tmp_path)))
+    done = python(code, environment(PYTHONPATH=str(tmp_path)))
     assert done.stdout == "not really jax True\n"
     [line] = done.stderr.splitlines()
     assert line.startswith("prejit: cannot watch jax in this process: ImportError")
@@ -163,6 +157,6 @@ def test_the_sitecustomize_of_the_program_runs_as_ever(tmp_path, theirs):
     (tmp_path / "sitecustomize.py").write_text(theirs)
     own = {"PYTHONPATH": str(tmp_path)}
     for env in (os.environ | own, environment(**own)):
-        done = ran("import sys; print(getattr(sys, 'theirs', 0))", env)
+        done = python("import sys; print(getattr(sys, 'theirs', 0))", env)
         assert done.stdout == f"{int('theirs' in theirs)}\n"
         assert ("No module named 'no_such_module'" in done.stderr) == ("no_such" in theirs)

@@ -21,10 +21,6 @@ LLAMA_2 = [
 ]
 
 
-def byte_level():
-    return tokenizer_json()
-
-
 def llama_2():
     words = ["▁", "▁a", "a▁", "é", "你", "▁▁", ANCHOR]
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -45,7 +41,7 @@ def _base():
     return {"version": "1.0", "added_tokens": [], **absent}
 
 
-@pytest.mark.parametrize("made", [byte_level, llama_2, metaspace])
+@pytest.mark.parametrize("made", [tokenizer_json, llama_2, metaspace])
 def test_bytes_of_a_token_are_what_it_adds_to_a_text(made):
     described = made()
     tokenizer = Tokenizer(json.dumps(described).encode(), "tokenizer.json")
@@ -94,17 +90,14 @@ def test_special_tokens_and_padding_have_no_bytes_and_others_do():
     assert [found[1], found[2]] == [b"play", b"##ing"]
 
 
-@pytest.mark.parametrize(
-    ("decoder", "found"),
-    [
-        ({"type": "WordPiece", "prefix": "##", "cleanup": True}, '"WordPiece"'),
-        ({"type": "Sequence", "decoders": [{"type": "CTC", "pad_token": "p",
-          "word_delimiter_token": "|", "cleanup": True}]}, '"CTC"'),
-    ],
-)  # fmt: skip
-def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder, found):
+WORD_PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+CTC = {"type": "CTC", "pad_token": "p", "word_delimiter_token": "|", "cleanup": True}
+
+
+@pytest.mark.parametrize("decoder", [WORD_PIECE, {"type": "Sequence", "decoders": [CTC]}])
+def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder):
     described = json.dumps({**metaspace(), "decoder": decoder})
     tokenizer = Tokenizer(described.encode(), "model/tokenizer.json")
-    with pytest.raises(UsageError, match=r"decoder of the tokenizer: expected ByteLevel") as error:
+    found = '.*"(WordPiece|CTC)"'
+    with pytest.raises(UsageError, match=f"decoder of the tokenizer: expected ByteLevel{found}"):
         token_table(tokenizer.library, 4)
-    assert found in str(error.value)
