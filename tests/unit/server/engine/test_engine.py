@@ -1,6 +1,7 @@
 """One engine for many callers: each gets the tokens that it would get alone, whatever the others do."""
 
 import asyncio
+import collections
 import contextlib
 import gc
 import re
@@ -8,6 +9,8 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,18 +119,12 @@ def test_threads_and_tasks_get_what_each_would_get_alone(engine, alone):
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
-def noted_sizes(monkeypatch):
-    sizes = []
-    resize = Batch.resize
-    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
-    return sizes
-
-
 def test_requests_that_come_and_go_move_between_batches(bundle, made, monkeypatch):
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
-    sizes = noted_sizes(monkeypatch)
+    sizes, resize = [], Batch.resize
+    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
     engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
@@ -142,12 +139,11 @@ def test_requests_that_come_and_go_move_between_batches(bundle, made, monkeypatc
     assert sizes[-1] < 4
 
 
-def few_of(engine, text, reused=None):
-    """A text and what follows it: the tokens of the bundle, with so many that need not be computed."""
+def few_of(engine, text):
+    """Generate after a text; return both and how many tokens were not computed again."""
     found = engine.generate(text, **FEW)
     assert found.token_ids == engine._bundle.generate(text, **FEW).token_ids
-    assert reused is None or found.stats.reused_tokens == reused
-    return [*text, *found.token_ids]
+    return [*text, *found.token_ids], found.stats.reused_tokens
 
 
 def reused(engine, last, **options):
@@ -204,9 +200,10 @@ def test_two_conversations_in_turns_compute_only_what_is_new(bundle, made, monke
     texts = [LONG[:20], LONG[10:30]]
     for turn in range(3):
         for number, text in enumerate(texts):
+            answered, reused = few_of(engine, text)
             # All but what came since; the last token of the answer is in no cache.
-            reused = len(text) - 3 if turn else None
-            texts[number] = [*few_of(engine, text, reused), 3, 4]
+            assert turn == 0 or reused == len(text) - 3
+            texts[number] = [*answered, 3, 4]
             assert not pauses or kept.acquire(timeout=60)
 
 
@@ -261,16 +258,10 @@ def occupy(engine, **options):
     return stream
 
 
-class Slow:
-    """How long each step takes at least."""
-
-    seconds = 0.02
-
-
 @pytest.fixture
 def slow(monkeypatch):
     """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
-    original, found = Batch.step, Slow()
+    original, found = Batch.step, SimpleNamespace(seconds=0.02)
 
     def step(self, *arguments):
         time.sleep(found.seconds)
@@ -415,38 +406,29 @@ def test_mistakes_are_refused_before_they_wait(engine):
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("step", RejectError("a", "b")), ("begin", MemoryError())]
+    ("name", "error", "good_steps"),
+    [("step", RejectError("a", "b"), 3), ("step", ValueError(), 0), ("begin", MemoryError(), 0)],
 )
-def test_what_fails_ends_what_runs_and_the_engine_goes_on(engine, alone, monkeypatch, name, error):
-    original = getattr(Batch, name)
-
-    def fail(self, *_):
-        monkeypatch.setattr(Batch, name, original)
-        raise error
-
-    monkeypatch.setattr(Batch, name, fail)
-    with pytest.raises(type(error)):
-        engine.generate([1], max_new_tokens=3)
-    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
-    assert engine.metrics().finished["error"] == 1
-
-
-def test_a_step_that_fails_loses_no_token_of_the_steps_before(engine, monkeypatch):
+def test_what_fails_ends_what_runs_loses_no_token_of_before_and_the_engine_goes_on(
+    engine, alone, monkeypatch, name, error, good_steps
+):
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
-    original, steps = Batch.step, []
+    original, steps, tokens = getattr(Batch, name), [], []
 
-    def step(self, *arguments):
-        if len(steps) == 3:
-            monkeypatch.setattr(Batch, "step", original)
-            raise RejectError("a file", "it was cut")
+    def fail(self, *arguments):
+        if len(steps) == good_steps:
+            monkeypatch.setattr(Batch, name, original)
+            raise error
         steps.append(original(self, *arguments))
         return steps[-1]
 
-    monkeypatch.setattr(Batch, "step", step)
-    stream = engine.stream([1], max_new_tokens=9, stop_token_ids=())
-    assert [next(stream).token_id for _ in range(3)] == [found[0].token_id for found in steps]
-    with pytest.raises(RejectError, match="it was cut"):
-        next(stream)
+    monkeypatch.setattr(Batch, name, fail)
+    stream = (piece.token_id for piece in engine.stream([1], **FEW))
+    with pytest.raises(type(error)):
+        collections.deque(map(tokens.append, stream))
+    assert tokens == [found[0].token_id for found in steps]
+    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
+    assert engine.metrics().finished["error"] == 1
 
 
 @pytest.mark.parametrize("how", ["submit", "stream", "failed", "cancelled"])
@@ -477,39 +459,36 @@ def test_a_request_that_ended_is_freed_without_the_garbage_collector(engine, how
         gc.enable()
 
 
-def test_memory_is_bounded_before_the_first_request(bundle):
-    decoder, most = bundle.decoder, 1 << 40
+def test_memory_is_bounded_before_the_first_request_and_a_small_one_has_a_shorter_context(
+    bundle, made
+):
+    plan = partial(plan_caches, bundle.decoder, 4)
+    budgets = [1 << 40]
     for context, together in ((72, 2), (72, 1), (24, 2), (24, 1)):
-        less = plan_caches(decoder, 4, most, 0)
+        less = plan(budgets[-1], 0)
         assert (less.batch, less.context, less.together) == (4, context, together)
-        most = less.peak_bytes - 1
-    with pytest.raises(UsageError, match="memory: expected at least"):
-        plan_caches(decoder, 4, less.peak_bytes - 1, 0)
-    with pytest.raises(UsageError, match="prefixes"):
-        plan_caches(decoder, 4, less.peak_bytes, 1)
-    with pytest.raises(UsageError, match="rows at once"):
-        Engine(bundle, slots=5)
-    with pytest.raises(UsageError, match="memory: expected at least"):
-        Engine(bundle, slots=4, memory=100)
+        budgets.append(less.peak_bytes - 1)
+    for refused, message in (
+        (lambda: plan(budgets[-1], 0), "memory: expected at least"),
+        (lambda: plan(less.peak_bytes, 1), "prefixes"),
+        (lambda: made(slots=5), "rows at once"),
+        (lambda: made(slots=4, memory=100), "memory: expected at least"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            refused()
     # Prefixes take no more than the slots unless asked for.
     slots = cache_bytes(bundle.decoder.cache, 4, 72)
-    plenty = plan_caches(bundle.decoder, 4, 1 << 40, None)
+    plenty = plan(1 << 40, None)
     assert plenty.prefix_bytes == slots
-    others = plenty.peak_bytes - slots
-    assert plan_caches(bundle.decoder, 4, others + 400, None).prefix_bytes == 100
-    assert plan_caches(bundle.decoder, 4, 1 << 40, 9 * slots).prefix_bytes == 9 * slots
-
-
-def test_a_small_memory_has_a_shorter_context(bundle, made):
-    whole = plan_caches(bundle.decoder, 4, 1 << 40, 0)
-    peak = plan_caches(bundle.decoder, 4, whole.peak_bytes - 1, 0).peak_bytes
-    engine = made(slots=4, memory=peak - 1, prefix_memory=0)
+    assert plan(plenty.peak_bytes - slots + 400, None).prefix_bytes == 100
+    assert plan(1 << 40, 9 * slots).prefix_bytes == 9 * slots
+    engine = made(slots=4, memory=budgets[2], prefix_memory=0)
     with pytest.raises(ContextError, match="at most 24 tokens, for which the engine has memory"):
         engine.submit(LONG)
     found = engine.generate([1, 2, 3], stop_token_ids=())
     assert found.finish_reason == "context"
     assert len(found.token_ids) == 24 - 3 + 1
-    assert engine.metrics().cache_budget_bytes == peak - 1
+    assert engine.metrics().cache_budget_bytes == budgets[2]
 
 
 @pytest.mark.usefixtures("slow")

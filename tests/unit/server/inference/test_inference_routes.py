@@ -58,20 +58,11 @@ def test_static_values_that_python_calls_equal_are_listed_each(bundle):
     assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'", "1.5", "'(1, 2)'"]
 
 
-@pytest.mark.parametrize(("name", "near"), [("scroe", "score"), ("example.nset", "example.nest")])
-def test_a_model_that_is_not_there_names_the_nearest(name, near, server):
-    found = httpx.get(f"{server.url}/v2/models/{name}")
-    assert found.status_code == 404
-    assert f"(did you mean '{near}'?)" in found.json()["error"]
-
-
 def test_the_server_and_its_models_are_found(client):
-    assert client.is_server_live()
-    assert client.is_server_ready()
+    assert (client.is_server_live(), client.is_server_ready()) == (True, True)
     assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
     for name in ("score", "example.score"):
-        assert client.is_model_ready(name)
-        assert client.is_model_ready(name, "1")
+        assert (client.is_model_ready(name), client.is_model_ready(name, "1")) == (True, True)
         found = client.get_model_metadata(name)
         assert found["name"] == name
         assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
@@ -218,6 +209,10 @@ def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(server):
     for method, path, status in wrong:
         found = httpx.request(method, f"{server.url}/v2/{path}", timeout=60)
         assert (found.status_code, found.json().keys()) == (status, {"error"}), path
+    for name, near in (("scroe", "score"), ("example.nset", "example.nest")):
+        found = httpx.get(f"{server.url}/v2/models/{name}")
+        assert found.status_code == 404
+        assert f"(did you mean '{near}'?)" in found.json()["error"]
 
 
 def test_a_server_that_is_not_ready_says_so(bundle):
@@ -231,40 +226,22 @@ def test_a_server_that_is_not_ready_says_so(bundle):
         assert httpx.get(f"{server.url}/v2/health/live", timeout=60).json() == {"live": True}
 
 
-class Never(CallingEngine):
-    def __init__(self, bundle):
-        super().__init__(bundle)
-        self.futures = []
-
-    def submit_client_call(self, *given, **arguments):
-        self.futures.append(Future())
-        return self.futures[-1]
-
-
-def never(bundle):
-    engine = Never(bundle)
-    return engine, Models(Served(bundle.name, bundle, engine, 1))
-
-
-def test_a_client_that_leaves_cancels_its_call(bundle):
-    engine, models = never(bundle)
+def test_a_client_that_leaves_cancels_its_call_and_one_that_takes_too_long_is_504(bundle):
+    engine, futures = CallingEngine(bundle), []
+    engine.submit_client_call = lambda *_, **__: futures.append(Future()) or futures[-1]
+    models = Models(Served(bundle.name, bundle, engine, 1))
     with running(models, Settings()) as server:
         with server.send("/v2/models/score/infer", of()):
-            wait_for(lambda: engine.futures)
-            assert not engine.futures[0].done()
-        wait_for(engine.futures[0].cancelled)
+            wait_for(lambda: futures)
+            assert not futures[0].done()
+        wait_for(futures[0].cancelled)
         wait_for(lambda: not server.requests())
-    models.close()
-
-
-def test_a_call_that_takes_too_long_is_504_and_ends_by_its_deadline(bundle):
-    engine, models = never(bundle)
     with running(models, Settings(timeout_seconds=0.1)) as server:
         found = infer(server, of())
         assert found.status_code == 504
         assert "expected a result within 0.1 seconds" in found.json()["error"]
         # The engine counts it as such: to cancel it would count as a client that left.
-        assert isinstance(engine.futures[0].exception(60), DeadlineError)
+        assert isinstance(futures[1].exception(60), DeadlineError)
     models.close()
 
 

@@ -61,12 +61,12 @@ def server(decoder_dir, tmp_path, monkeypatch):
     with closing(Engine(bundle, slots=1)) as engine:
         models = Models(Served("m", bundle, engine, 1_700_000_000))
         with running(models, Settings()) as found:
-            yield Server(found, models, next(filter(_is_safetensors, own.glob("blobs/sha256/*"))))
-
-
-def _is_safetensors(file):
-    content = file.read_bytes()[:9]
-    return len(content) == 9 and content[8:] == b"{" and content[4:8] == bytes(4)
+            blobs = own.glob("blobs/sha256/*")
+            yield Server(
+                found,
+                models,
+                next(file for file in blobs if file.read_bytes()[4:9] == b"\0\0\0\0{"),
+            )
 
 
 def test_a_server_is_not_ready_while_requests_fail(server, capsys):
@@ -93,21 +93,12 @@ def test_finite_garbage_is_found_by_a_check_at_an_interval(server, every):
         server.change_weights(lambda values: values[::-1] * 3)
         assert server.completion() == 200
         assert logprobs() != right
-        if every is not None:
-            wait_for(lambda: server.readiness() == [503, 503])
-        else:
-            assert server.readiness() == [200, 200]
+        wait_for(lambda: server.readiness() == [200 if every is None else 503] * 2)
 
 
 def test_requests_that_fail_do_not_make_checks_without_end(server, monkeypatch):
-    checks = []
-    original = Bundle.wrong_answers
-
-    def count(self):
-        checks.append(1)
-        return original(self)
-
-    monkeypatch.setattr(Bundle, "wrong_answers", count)
+    checks, check = [], Bundle.wrong_answers
+    monkeypatch.setattr(Bundle, "wrong_answers", lambda self: checks.append(1) or check(self))
     monkeypatch.setattr("prejit.server.served.answer_checks._PAUSE_SECONDS", 3600)
     with closing(AnswerChecks(server.models, None)):
         server.models.suspected.set()
