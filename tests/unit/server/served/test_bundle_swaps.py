@@ -114,7 +114,7 @@ def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(said
     assert dict(models.swaps) == {("m", "done"): 1}
     asleep = served("sha256:3")
     asleep.engine.sleeper.is_sleeping = True
-    swapping(models, asleep).swap("m", "v2")
+    swapping(Models(served("sha256:1")), asleep).swap("m", "v2")
     assert asleep.bundle.done[-1] == "sleep"  # it keeps no programs after its trial
 
 
