@@ -29,9 +29,8 @@ VERDICT = GateVerdict(
 
 def test_a_verdict_is_the_same_in_every_form_and_breaks_none():
     assert not VERDICT.passed
-    assert verdict_line(VERDICT).startswith(
-        "failed: sha256:b may not take the place of sha256:a: tokens;"
-    )
+    line = "failed: sha256:b may not take the place of sha256:a: tokens;"
+    assert verdict_line(VERDICT).startswith(line)
     found = json.loads(json.dumps(verdict_json(VERDICT)))
     assert (found["passed"], found["limits"]["p95_ms"]) == (False, 7)
     assert [each["outcome"] for each in found["checks"]] == ["passed", "failed"]
@@ -45,8 +44,7 @@ def test_a_verdict_is_the_same_in_every_form_and_breaks_none():
     assert len(rows) == 1
     assert rows[0].replace("\\|", "").count("|") == 6
     assert "<script" not in comment
-    page = verdict_page(VERDICT)
-    alone(page).check_harmless(2)
+    alone(verdict_page(VERDICT)).check_harmless(2)
 
 
 def test_a_log_of_several_models_needs_a_name():
