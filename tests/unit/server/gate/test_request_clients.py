@@ -51,8 +51,7 @@ def test_a_key_has_no_priority_outside_of_its_range(server, served):
         *(("other-0", -1, 400), ("other-0", -2_000_000_000, 400), ("other-0", 5, 200)),
         *(("urgent-", -5, 200), ("urgent-", 6, 400), ("late-00", 0, 400), ("late-00", None, 200)),
     ):
-        fields = {} if given is None else {"priority": given}
-        found = ask(server, key, **fields)
+        found = ask(server, key, **({} if given is None else {"priority": given}))
         assert found.status_code == status
         if status == 400:
             assert found.json()["error"]["param"] == "priority"

@@ -7,13 +7,10 @@ from prejit.server.gate.http_errors import ApiError
 from prejit.server.openai.chat_messages import Function
 from prejit.server.openai.constraints import chosen_tools, forced_calls
 
+REFERENCES = {"at": "#/$defs/Point", "next": "#", "from": "#/properties/at"}
 POINT = {
     "type": "object",
-    "properties": {
-        "at": {"$ref": "#/$defs/Point"},
-        "next": {"$ref": "#"},
-        "from": {"$ref": "#/properties/at"},
-    },
+    "properties": {name: {"$ref": target} for name, target in REFERENCES.items()},
     "additionalProperties": False,
     "$defs": {"Point": {"type": "array", "items": {"type": "number"}}},
 }

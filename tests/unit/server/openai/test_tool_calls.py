@@ -38,10 +38,7 @@ CASES = {
     "hermes": (HERMES, [CALL]),
     "text before": (f"I add.\n{HERMES}", ["I add.\n", CALL]),
     "two": (f"{HERMES}\n{HERMES}\n", [CALL, CALL]),
-    "text between": (
-        f"{HERMES}\n\nI add.\n\nOnce more:\n{HERMES}\n ",
-        [CALL, "\n\nI add.\n\nOnce more:\n", CALL],
-    ),
+    "text between": (f"{HERMES}\n\nI add.\n{HERMES}\n ", [CALL, "\n\nI add.\n", CALL]),
     "without the last mark": (HERMES.removesuffix("</tool_call>"), [CALL]),
     "broken JSON": ("<tool_call>{a}</tool_call>!", ["<tool_call>{a}</tool_call>!"]),
     "cut off": ('<tool_call>{"name": "ad', ['<tool_call>{"name": "ad']),
@@ -66,10 +63,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_calls_are_found_however_the_text_is_cut(case):
     text, expected = CASES[case]
-    assert read([text]) == expected
-    assert read(list(text)) == expected
-    for width in (2, 3, 7):
-        assert read([text[i : i + width] for i in range(0, len(text), width)]) == expected
+    for width in (1, 2, 3, 7, 1000):
+        assert read([text[i : i + width] for i in range(0, len(text), width)]) == expected, width
 
 
 def test_text_is_not_held_back_and_numbers_and_nesting_in_calls_cannot_raise():
@@ -97,15 +92,11 @@ def test_forced_answers_are_calls_and_parallel_ones_are_dropped_where_one_is_the
     assert forced("add", '{"a": ') == ['{"a": ']
     assert forced(None, '[{"name": "add", "arguments": {"a": 1}}]') == [("add", {"a": 1})]
     assert forced(None, '[{"name": "add"') == ['[{"name": "add"']
+    ids = {new_call_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)  # what Mistral takes
 
 
 @given(st.lists(st.text(alphabet='<tool_cal>/{}"name:[], \n', max_size=12), max_size=8))
 def test_nothing_is_lost_of_what_is_no_call(pieces):
-    found = read(pieces, names=("never",))
-    assert "".join(str(each) for each in found) == "".join(pieces)
-
-
-def test_ids_are_what_mistral_takes():
-    ids = {new_call_id() for _ in range(100)}
-    assert len(ids) == 100
-    assert all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
+    assert "".join(map(str, read(pieces, names=("never",)))) == "".join(pieces)
