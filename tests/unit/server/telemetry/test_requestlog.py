@@ -64,10 +64,9 @@ def test_calls_of_a_request_are_recorded_with_their_results(engine, stand_in):
 
     first, whole, cut = recorded(work)
     names = ("prompt_tokens", "reused_tokens", "new_tokens", "queue_seconds", "first_token_seconds")
-    cost = {name: getattr(stats(), name) for name in names}
-    tokens = {"token_ids": [1, 2, 3], "finish_reason": "length", **cost}
-    assert first == {"kind": "generate", "model": "demo", "seed": 3, **tokens}
-    assert whole == {"kind": "generate", "model": "demo", "seed": None, **tokens}
+    call = {"kind": "generate", "model": "demo", "token_ids": [1, 2, 3], "finish_reason": "length"}
+    call |= {name: getattr(stats(), name) for name in names}
+    assert (first, whole) == (call | {"seed": 3}, call | {"seed": None})
     assert (cut["token_ids"], cut["finish_reason"]) == ([1], "")
     stand_in.result = {"a": (np.zeros(2), None), "b": np.array([True])}
     encoded, called = recorded(
@@ -192,7 +191,7 @@ def test_a_log_is_for_its_owner_alone(tmp_path, monkeypatch):
         RequestLog(str(tmp_path / "no" / "log"))
 
 
-def test_lines_of_two_servers_stay_whole(tmp_path):
+def test_lines_of_two_servers_stay_whole_and_one_that_a_crash_cut_is_noted(tmp_path):
     path = tmp_path / "log"
     logs = [RequestLog(str(path)), RequestLog(str(path))]
     for turn in range(40):
@@ -203,10 +202,6 @@ def test_lines_of_two_servers_stay_whole(tmp_path):
         log.close()
     bodies = [json.loads(line)["body"] for line in path.read_text().splitlines()]
     assert [len(body) for body in bodies] == [10_000] * 40
-
-
-def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path):
-    path = tmp_path / "log"
     path.write_bytes(b'{"event":"start"}\n[]\n{"event":"request"}\n{"event":"requ')
     notes = []
     assert [line["event"] for line in log_lines(str(path), notes)] == ["start", "request"]
