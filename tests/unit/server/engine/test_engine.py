@@ -273,7 +273,7 @@ def slow(monkeypatch):
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_back(one_slot):
+def test_a_client_that_floods_makes_room_and_priorities_and_clients_decide_who_is_next(one_slot):
     with occupy(one_slot, client="flood"):
         flood = [one_slot.submit([2], max_new_tokens=1, client="flood") for _ in range(3)]
         other = one_slot.submit([2], max_new_tokens=1, client="other")
@@ -287,6 +287,13 @@ def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_ba
     for each in (*flood[:2], other):
         assert each.result(60).finish_reason is not None
     assert one_slot.metrics().finished["refused"] == 2
+    finished, futures = [], []
+    with occupy(one_slot, client="a"):
+        for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
+            futures.append(one_slot.submit([2], max_new_tokens=2, client=client, priority=priority))
+            futures[-1].add_done_callback(lambda _, name=name: finished.append(name))
+    wait(futures, 60)
+    assert finished == ["urgent", "b", "a"]
 
 
 def test_a_client_has_no_more_than_its_limits(engine, slow):
@@ -307,17 +314,6 @@ def test_a_client_has_no_more_than_its_limits(engine, slow):
     assert sum(served) == 8
     with pytest.raises(UsageError, match="running: expected 1 or more, found 0"):
         Limits(running=0)
-
-
-@pytest.mark.usefixtures("slow")
-def test_priorities_and_clients_decide_who_is_next(one_slot):
-    finished, futures = [], []
-    with occupy(one_slot, client="a"):
-        for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
-            futures.append(one_slot.submit([2], max_new_tokens=2, client=client, priority=priority))
-            futures[-1].add_done_callback(lambda _, name=name: finished.append(name))
-    wait(futures, 60)
-    assert finished == ["urgent", "b", "a"]
 
 
 def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(one_slot, slow):
@@ -393,7 +389,7 @@ def test_a_mask_that_fails_ends_its_own_request(engine, alone):
         same(future.result(60), expected)
 
 
-def test_mistakes_are_refused_before_they_wait(engine):
+def test_mistakes_are_refused_before_they_wait(engine, bundle_dir):
     for options, message in (
         *(({"prompt": [VOCABULARY]}, "prompt"), ({"priority": "high"}, "priority")),
         *(({"client": 3}, "client"), ({"timeout": 0}, "timeout: expected more than 0")),
@@ -403,6 +399,10 @@ def test_mistakes_are_refused_before_they_wait(engine):
             with pytest.raises(UsageError, match=message):
                 ask(**{"prompt": [1], **options})
     assert engine.metrics().waiting == 0
+    with contextlib.closing(Engine(load(bundle_dir))) as without:
+        with pytest.raises(UsageError, match="this bundle holds no decoder"):
+            without.submit([1])
+        assert without.drain(1)
 
 
 @pytest.mark.parametrize(
@@ -492,20 +492,7 @@ def test_memory_is_bounded_before_the_first_request_and_a_small_one_has_a_shorte
 
 
 @pytest.mark.usefixtures("slow")
-def test_closing_ends_what_waits_and_runs(made):
-    engine = made(slots=1)
-    running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
-    engine.close()
-    with pytest.raises(ClosedError, match="closed before the request was finished"):
-        list(running)
-    with pytest.raises(ClosedError):
-        waiting.result(1)
-    with pytest.raises(ClosedError, match="this engine is closed"):
-        engine.submit([1])
-
-
-@pytest.mark.usefixtures("slow")
-def test_draining_finishes_what_is_there_and_takes_no_more_until_it_is_undone(made):
+def test_draining_finishes_what_is_there_until_it_is_undone_and_closing_ends_it(made):
     engine = made(slots=1)
     running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
     waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
@@ -523,16 +510,12 @@ def test_draining_finishes_what_is_there_and_takes_no_more_until_it_is_undone(ma
         waits.result(60)
     running.cancel()
     assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=()).token_ids) == 2
+    running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
     engine.close()
-    with pytest.raises(ClosedError):
-        engine.undrain()
-    with pytest.raises(ClosedError, match="closed"):
+    with pytest.raises(ClosedError, match="closed before the request was finished"):
+        list(running)
+    for refused in (lambda: waiting.result(1), engine.undrain):
+        with pytest.raises(ClosedError):
+            refused()
+    with pytest.raises(ClosedError, match="this engine is closed"):
         engine.submit([1])
-
-
-def test_a_bundle_without_a_decoder_has_no_tokens(bundle_dir):
-    engine = Engine(load(bundle_dir))
-    with pytest.raises(UsageError, match="this bundle holds no decoder"):
-        engine.submit([1])
-    assert engine.drain(1)
-    engine.close()

@@ -98,6 +98,17 @@ def test_a_call_of_more_rows_than_the_bucket_takes_turns_and_its_rest_ends_with_
 
 
 def test_who_waits_gets_the_deadline_and_a_result_that_comes_later_is_none(lane, program):
+    program.hold(lane)
+    late = submit(lane, [1], timeout=0.01)
+    more = []
+    late.add_done_callback(lambda _: more.append(submit(lane, [7])))  # a callback may submit
+    time.sleep(0.02)
+    program.go.set()
+    with pytest.raises(DeadlineError, match="expected a result within the timeout"):
+        late.result(PATIENCE)
+    assert more[0].result(PATIENCE).tolist() == [14]
+    assert program.runs == [[1], [1]], "the late one does not run"
+    assert program.began.acquire(timeout=PATIENCE)
     program.go.clear()
     late = job([1], timeout=PATIENCE)
     lane.submit(late)
@@ -212,19 +223,6 @@ def test_close_fails_what_waits_and_ends_the_thread(lane, program):
         pass
     lane.close()
     assert not any(each.name == "prejit-microbatch" for each in threading.enumerate())
-
-
-def test_a_callback_may_submit(lane, program):
-    program.hold(lane)
-    late = submit(lane, [1], timeout=0.01)
-    more = []
-    late.add_done_callback(lambda _: more.append(submit(lane, [7])))
-    time.sleep(0.02)
-    program.go.set()
-    with pytest.raises(DeadlineError, match="expected a result within the timeout"):
-        late.result(PATIENCE)
-    assert more[0].result(PATIENCE).tolist() == [14]
-    assert program.runs == [[1], [1]], "the late one does not run"
 
 
 def test_sixteen_threads_get_their_own_rows(lane, program):

@@ -227,8 +227,8 @@ def test_the_same_clients_get_the_share(monkeypatch):
 
 
 def test_functions_are_shared_too(bundle_dir, make_recipe, tmp_path):
-    x = [[1.0] * 16] * 2
-    inputs = [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": x}]
+    x = np.ones((2, 16), np.float32)
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": x.tolist()}]
     with (
         load(bundle_dir) as old,
         load(make_recipe(score_scale=2.0).write(tmp_path / "new")) as new,
@@ -247,7 +247,7 @@ def test_functions_are_shared_too(bundle_dir, make_recipe, tmp_path):
             data = answer.json()["outputs"][0]["data"]
             return next(name for name, values in found.items() if data == pytest.approx(values))
 
-        everybody = [str(each) for each in range(12)]
+        everybody = [*map(str, range(12))]
         assert {answered(who, "score") for who in everybody} == {"old"}
         canary = CanaryShare(release, 0.5)
         models.share("m", canary)

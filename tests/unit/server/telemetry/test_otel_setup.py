@@ -123,11 +123,22 @@ def test_a_request_is_one_span_below_that_of_its_client_with_three_parts():
     assert sums == {"input": 5, "output": 3}
 
 
-def test_several_generations_of_a_request_add_up_and_a_stream_is_traced_to_its_end():
-    async def two(engine, request):
-        await asyncio.wrap_future(engine.submit("hello"))
-        return await stream(engine, request)
+async def two(engine, request):
+    await asyncio.wrap_future(engine.submit("hello"))
+    return await stream(engine, request)
 
+
+async def encode(engine, request):
+    await asyncio.wrap_future(engine.submit_encode(["a"]))
+    return PlainTextResponse("")
+
+
+async def call(engine, request):
+    future = engine.submit_client_call("", NO_LIMITS, "score", 1)
+    return PlainTextResponse(await asyncio.wrap_future(future))
+
+
+def test_generations_add_up_streams_are_traced_to_their_ends_and_other_calls_have_a_span():
     recorded = Recorded(two)
     assert recorded.post("/v1/completions").text == "abc"
     whole = recorded.spans()["text_completion demo"]
@@ -135,17 +146,6 @@ def test_several_generations_of_a_request_add_up_and_a_stream_is_traced_to_its_e
     assert whole.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
     names = [span.name for span in recorded.exporter.get_finished_spans()]
     assert names.count("decode") == 2
-
-
-def test_encoders_and_functions_have_a_span_of_their_own():
-    async def encode(engine, request):
-        await asyncio.wrap_future(engine.submit_encode(["a"]))
-        return PlainTextResponse("")
-
-    async def call(engine, request):
-        future = engine.submit_client_call("", NO_LIMITS, "score", 1)
-        return PlainTextResponse(await asyncio.wrap_future(future))
-
     recorded = Recorded(encode)
     recorded.post("/v1/embeddings")
     assert recorded.spans().keys() == {"embeddings demo", "encode"}
