@@ -7,15 +7,7 @@ import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 
-from prejit.runtime.errors import (
-    ClosedError,
-    ContextError,
-    DeadlineError,
-    NumbersError,
-    QueueFullError,
-    RejectError,
-    UsageError,
-)
+from prejit.runtime import errors
 from prejit.server.gate.http_errors import ApiError, as_api_error, response
 from prejit.server.served.served import ModelNotFoundError
 
@@ -23,15 +15,15 @@ from prejit.server.served.served import ModelNotFoundError
 @pytest.mark.parametrize(
     ("error", "status", "code", "after"),
     [
-        (UsageError("top_p: expected less", hint="try 1"), 400, "usage", None),
-        (ContextError("too long"), 400, "context_length_exceeded", None),
+        (errors.UsageError("top_p: expected less", hint="try 1"), 400, "usage", None),
+        (errors.ContextError("too long"), 400, "context_length_exceeded", None),
         (ModelNotFoundError("model: no"), 404, "model_not_found", None),
-        (QueueFullError("full", retry_after=2.2), 429, "queue_full", "3"),
-        (QueueFullError("idle", retry_after=0), 429, "queue_full", "1"),
-        (ClosedError("closed"), 503, "closed", "1"),
-        (DeadlineError("late"), 504, "deadline", None),
-        (NumbersError("NaN"), 500, "no_numbers", None),
-        (RejectError("/srv/secret/path", "damaged"), 500, "reject", None),
+        (errors.QueueFullError("full", retry_after=2.2), 429, "queue_full", "3"),
+        (errors.QueueFullError("idle", retry_after=0), 429, "queue_full", "1"),
+        (errors.ClosedError("closed"), 503, "closed", "1"),
+        (errors.DeadlineError("late"), 504, "deadline", None),
+        (errors.NumbersError("NaN"), 500, "no_numbers", None),
+        (errors.RejectError("/srv/secret/path", "damaged"), 500, "reject", None),
         (ValueError("a secret"), 500, "internal", None),
         (HTTPException(405), 405, None, None),
         (ApiError(418, "a teapot", code="tea"), 418, "tea", None),

@@ -50,11 +50,9 @@ def tensor(name, value, datatype, *, binary):
     return found.set_data_from_numpy(value, binary_data=binary)
 
 
-TEXTS = ("1", "true", '"1"', "1", '["float","0x1.8000000000000p+0"]', '["tuple",[1,2]]')
-
-
 def test_static_values_that_python_calls_equal_are_listed_each(bundle):
-    buckets = [replace(bundle.config.programs[0], static={"k": text}) for text in TEXTS]
+    texts = ("1", "true", '"1"', "1", '["float","0x1.8000000000000p+0"]', '["tuple",[1,2]]')
+    buckets = [replace(bundle.config.programs[0], static={"k": text}) for text in texts]
     assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'", "1.5", "'(1, 2)'"]
 
 
@@ -81,23 +79,21 @@ def test_the_server_and_its_models_are_found(client):
 )
 def test_an_inference_is_what_a_call_gives(client, bundle, binary, binary_out, rows):
     x = np.random.default_rng(rows).standard_normal((rows, 16), np.float32)
-    outputs = None
-    if binary_out is not None:
-        outputs = [triton.InferRequestedOutput("result", binary_data=binary_out)]
+    wanted = [triton.InferRequestedOutput("result", binary_data=bool(binary_out))]
+    outputs = None if binary_out is None else wanted
     inputs = [tensor("x", x, "FP32", binary=binary)]
     found = client.infer("score", inputs, outputs=outputs, request_id="7")
     np.testing.assert_array_equal(found.as_numpy("result"), bundle.call("score", x=x))
-    assert found.get_response()["id"] == "7"
-    assert found.get_response()["model_name"] == "score"
+    response = found.get_response()
+    assert (response["id"], response["model_name"]) == ("7", "score")
 
 
 def test_nested_trees_are_tensors_by_path(client, bundle):
     half = np.array([1, 2, 3], ml_dtypes.bfloat16)
-    count = np.array([[1, 2], [3, 4]], np.int32)
     inputs = [
         tensor("tree.pair.1", np.array(True), "BOOL", binary=False),
         tensor("tree.half", half, "BF16", binary=True),
-        tensor("tree.pair.0", count, "INT32", binary=False),
+        tensor("tree.pair.0", np.array([[1, 2], [3, 4]], np.int32), "INT32", binary=False),
     ]
     found = client.infer("nest", inputs)
     np.testing.assert_array_equal(found.as_numpy("sums.0").astype(np.float32), [2, 4, 6])
@@ -133,9 +129,8 @@ def test_a_wrong_inference_is_an_error_that_names_it(client, name, inputs, messa
 
 def infer(server, content, headers=None):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return httpx.post(
-        f"{server.url}/v2/models/score/infer", content=body, headers=headers, timeout=60
-    )
+    url = f"{server.url}/v2/models/score/infer"
+    return httpx.post(url, content=body, headers=headers, timeout=60)
 
 
 def of(**changed):
@@ -215,9 +210,8 @@ def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(server):
         assert f"(did you mean '{near}'?)" in found.json()["error"]
 
 
-def test_a_server_that_is_not_ready_says_so(bundle):
-    models = Models()
-    with running(models, Settings()) as server:
+def test_a_server_that_is_not_ready_says_so():
+    with running(Models(), Settings()) as server:
         for path in ("/v2/health/ready", "/v2/models/score", "/v2/models/score/ready"):
             found = httpx.get(server.url + path, timeout=60)
             assert found.status_code == 503

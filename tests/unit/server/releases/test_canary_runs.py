@@ -30,12 +30,8 @@ def served(digest, tokens=None, seconds=(0.001,)):
     """A bundle that gives these tokens, or fails where there are none, and takes these times in turn."""
     bundle = SimpleNamespace(digest=digest, tokens=TOKENS if tokens is None else tokens)
     bundle.seconds = itertools.cycle(seconds)
-    engine = SimpleNamespace(
-        close=lambda: None,
-        drain=lambda seconds: True,
-        undrain=lambda: None,
-        sleeper=contextlib.nullcontext(),
-    )
+    engine = SimpleNamespace(close=lambda: None, drain=lambda seconds: True, undrain=lambda: None)
+    engine.sleeper = contextlib.nullcontext()
     return Served("m", bundle, engine, 0, path=digest)
 
 
@@ -61,19 +57,15 @@ class StandInSwaps:
 
     def __init__(self, models, found):
         self._models, self._found, self.dropped = models, found, list[str]()
+        self.share = models.share
 
     def load(self, name, path):
         if isinstance(self._found, Exception):
             raise self._found
         return self._found
 
-    def share(self, name, canary):
-        self._models.share(name, canary)
-
     def take(self, after, tried_beside):
-        before = self._models.put(after.name, after)
-        assert before is not None
-        self.drop(before)
+        self.drop(self._models.put(after.name, after))
 
     def drop(self, before):
         self.dropped.append(before.bundle.digest)

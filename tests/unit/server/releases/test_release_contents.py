@@ -4,23 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from prejit.runtime.format.bundle_schema import (
-    Accuracy,
-    Config,
-    Decoder,
-    Descriptor,
-    ImageManifest,
-    Memory,
-    ProgramEntry,
-    Segment,
-)
+from prejit.runtime.format import bundle_schema as schema
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.release_limits import ReleaseLimits
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.machine.fleet_machines import Machine
 from prejit.server.releases.release_contents import ReleaseContents, compare_contents
 
-SEGMENT = Segment(0, 1, "sha256:1", 1, "sha256:2")
+SEGMENT = schema.Segment(0, 1, "sha256:1", 1, "sha256:2")
 V2, V3 = ("sse3", "ssse3"), ("avx2", "sse3", "ssse3")
 
 
@@ -30,18 +21,23 @@ def needs(*features, **more):
 
 def program(kind, name="", arguments=(), **bucket):
     given = (name or f"{kind}/{bucket}", kind, bucket, "", arguments, ())
-    return ProgramEntry(*given, SEGMENT, SEGMENT, Memory(1000, 0, 0, 0))
+    return schema.ProgramEntry(*given, SEGMENT, SEGMENT, schema.Memory(1000, 0, 0, 0))
 
 
 def decodes(*buckets):
     return tuple(program("decode", batch=batch, context=context) for batch, context in buckets)
 
 
-DECODER = Decoder("gpt2", 50, "float32", 512, (7,), ())
+DECODER = schema.Decoder("gpt2", 50, "float32", 512, (7,), ())
 OTHER_END = replace(DECODER, eos_token_ids=(8,))
-CONFIG = Config(1, "m", "v2", needs(*V2), {}, decodes((1, 64), (4, 512)), {}, decoder=DECODER)
-LAYERS = (Descriptor(WEIGHTS_MEDIA_TYPE, "sha256:3", 10_000), Descriptor(CHAT_MEDIA_TYPE, "", 9))
-MANIFEST = ImageManifest(2, "", "", Descriptor("", "", 0), LAYERS, {})
+CONFIG = schema.Config(
+    1, "m", "v2", needs(*V2), {}, decodes((1, 64), (4, 512)), {}, decoder=DECODER
+)
+LAYERS = (
+    schema.Descriptor(WEIGHTS_MEDIA_TYPE, "sha256:3", 10_000),
+    schema.Descriptor(CHAT_MEDIA_TYPE, "", 9),
+)
+MANIFEST = schema.ImageManifest(2, "", "", schema.Descriptor("", "", 0), LAYERS, {})
 TARGETS = {"v2": needs(*V2), "v3": needs(*V3)}
 OLD = ReleaseContents(
     *("old", "sha256:a", TARGETS, "v2", "", CONFIG, MANIFEST, {"temperature": 0.7}),
@@ -128,7 +124,7 @@ def test_sizes_have_a_share_and_an_end_by_the_limits_of_the_release_before():
     assert failed(larger(10_900)) == {}
     assert failed(larger(11_200))["bytes to fetch"] == "expected at most 10 % more, found 12.0 %"
     assert "at most 500 B" in failed(larger(600, bundle_bytes=500))["bytes to fetch"]
-    hungry = tuple(replace(each, memory=Memory(1200, 0, 0, 0)) for each in CONFIG.programs)
+    hungry = tuple(replace(each, memory=schema.Memory(1200, 0, 0, 0)) for each in CONFIG.programs)
     assert "20.0 %" in failed(with_config(programs=hungry))["memory of programs"]
     old = replace(OLD, limits=ReleaseLimits(p95_ms=10))
     new = replace(OLD, limits=ReleaseLimits(p95_ms=90, start_ms=5))
@@ -140,7 +136,7 @@ def test_sizes_have_a_share_and_an_end_by_the_limits_of_the_release_before():
 
 def test_perplexity_is_compared_with_the_same_text_or_else_with_float32():
     def measured(stored, float32=9_000_000, text="a"):
-        return with_config(accuracy=Accuracy("int8", text, 9, float32, stored))
+        return with_config(accuracy=schema.Accuracy("int8", text, 9, float32, stored))
 
     assert failed(measured(9_080_000)) == {}
     assert "1.1 %" in failed(measured(9_100_000))["perplexity"]

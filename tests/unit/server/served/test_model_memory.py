@@ -38,13 +38,18 @@ class StandInEngine:
         return found
 
 
+def engines(*needs):
+    """Return engines that share 10 bytes."""
+    shared = ModelMemory(10, 0)
+    return [StandInEngine(shared, need) for need in needs]
+
+
 def awake(*engines):
     return [not each.sleeper.is_sleeping for each in engines]
 
 
 def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed():
-    shared = ModelMemory(10, 0)
-    a, b, c = (StandInEngine(shared, 4) for _ in range(3))
+    a, b, c = engines(4, 4, 4)
     assert awake(a, b, c) == [False, False, False]
     assert (a.use(), b.use(), a.use()) == (True, True, True)
     assert awake(a, b, c) == [True, True, False]
@@ -56,8 +61,7 @@ def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed():
 
 
 def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
-    shared = ModelMemory(10, 0)
-    a, b = (StandInEngine(shared, 6) for _ in range(2))
+    a, b = engines(6, 6)
     a.sleeper.begin()
     assert not b.use()
     a.sleeper.end()
@@ -67,8 +71,7 @@ def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
     a.live = 0
     assert b.use()
     assert awake(a, b) == [False, True]
-    shared = ModelMemory(10, 0)
-    a, b, c = (StandInEngine(shared, need) for need in (6, 4, 8))
+    a, b, c = engines(6, 4, 8)
     a.sleeper.begin()
     assert b.use()
     assert not c.use()
@@ -77,8 +80,7 @@ def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
 
 def test_busy_models_take_turns(monkeypatch):
     monkeypatch.setattr(model_memory, "_PATIENCE_SECONDS", 0.05)
-    shared = ModelMemory(10, 0)
-    a, b = (StandInEngine(shared, 6) for _ in range(2))
+    a, b = engines(6, 6)
     a.live = b.live = 1  # requests wait for both, all the time
     turns = []
     ends = threading.Event()
