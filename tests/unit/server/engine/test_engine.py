@@ -93,8 +93,8 @@ def same(found, expected):
 def test_threads_and_tasks_get_what_each_would_get_alone(engine, alone):
     with ThreadPoolExecutor(24) as pool:
         found = list(pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(24)))
-    for mine, expected in zip(found, alone, strict=True):
-        same(mine, expected)
+    for each in zip(found, alone, strict=True):
+        same(*each)
     metrics = engine.metrics()
     assert metrics.finished["length"] == sum(one.finish_reason == "length" for one in alone)
     assert metrics.generation_tokens == sum(len(one.token_ids) for one in alone)
@@ -238,10 +238,8 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made
     for client, length in (("few", 60), ("many", 6)):
         with engine.stream(prompt_of(3), max_new_tokens=length, client=client) as text:
             next(text)
-            burst = [
-                engine.submit(prompt_of(3 + n), max_new_tokens=2, client="many") for n in range(8)
-            ]
-            wait(burst, 60)
+            prompts = map(prompt_of, range(3, 11))
+            wait([engine.submit(each, max_new_tokens=2, client="many") for each in prompts], 60)
     assert most["beside few"] == 3
     assert most["alone"] > 3
 
@@ -300,9 +298,8 @@ def test_a_client_has_no_more_than_its_limits(engine, slow):
     served = []
     given = {"client": "a", "limits": Limits(waiting=2, running=1, on_tokens=served.append)}
     with occupy(engine, client="a", limits=Limits(waiting=2, running=1)):
-        waiting = [
-            engine.submit([2, 3], max_new_tokens=2, stop_token_ids=(), **given) for _ in range(2)
-        ]
+        few = {"max_new_tokens": 2, "stop_token_ids": (), **given}
+        waiting = [engine.submit([2, 3], **few) for _ in range(2)]
         with pytest.raises(QueueFullError, match="fewer than 2 requests of this client") as error:
             engine.submit([2], **given)
         assert "--queue" not in str(error.value.hint)  # a longer one would not help
@@ -334,16 +331,13 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(one_slot, slow):
 @pytest.mark.parametrize("how", ["close", "drop", "task"])
 def test_a_stream_that_ends_early_frees_its_slot(one_slot, how):
     stream = one_slot.stream([1], max_new_tokens=70, stop_token_ids=())
+
+    async def stop(pieces):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                _ = [piece async for piece in pieces]
+
     if how == "task":
-
-        async def read(pieces):
-            async for _ in pieces:
-                pass
-
-        async def stop(pieces):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(read(pieces), 0.1)
-
         asyncio.run(stop(stream))
     else:
         next(stream)
@@ -358,12 +352,9 @@ def test_a_stream_that_ends_early_frees_its_slot(one_slot, how):
 
 @pytest.mark.usefixtures("slow")
 def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot):
-    running, waiting = (
-        one_slot.submit([1], max_new_tokens=70, stop_token_ids=()) for _ in range(2)
-    )
+    running, waiting = (one_slot.submit([1], max_new_tokens=70) for _ in range(2))
     wait_for(lambda: one_slot.metrics().running)
-    assert waiting.cancel()
-    assert running.cancel()
+    assert (waiting.cancel(), running.cancel()) == (True, True)
     with pytest.raises(CancelledError):
         running.result(1)
     done = one_slot.submit([1], max_new_tokens=1)

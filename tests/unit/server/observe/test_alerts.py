@@ -121,10 +121,7 @@ COMPILING = {
 }
 FALLBACKS = {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "{}"}
 SWAPS = {f'prejit_swaps_total{{{MODEL},outcome="STATE"}}': "{1}"}
-PREFIXES = {
-    "vllm:prefix_cache_hits_total": "{}",
-    "vllm:prefix_cache_queries_total": "0+4000x80",
-}
+PREFIXES = {"vllm:prefix_cache_hits_total": "{}", "vllm:prefix_cache_queries_total": "0+4000x80"}
 CACHES = {
     "prejit_kv_cache_bytes": "{}x30",
     "prejit_kv_cache_budget_bytes": "100x30",
