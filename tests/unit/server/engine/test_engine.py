@@ -57,19 +57,15 @@ def engine(made):
 
 def options_of(number):
     """Different requests: greedy and not, short and long, with logprobs, penalties, drafts and masks."""
-    found = {"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()}
-    if number % 2:
-        found |= {"temperature": 0.9, "seed": number, "top_k": 20}
-    if number % 3 == 0:
-        found |= {"logprobs": 2}
-    if number % 4 == 1:
-        found |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
-    if number % 5 == 2:
-        allowed = np.arange(VOCABULARY) % 3 != 0
-        found |= {"token_mask": lambda _: allowed}
-    if number % 7 == 3:
-        found |= {"prompt_lookup": True}
-    return found
+    allowed = np.arange(VOCABULARY) % 3 != 0
+    return {
+        **{"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()},
+        **({"temperature": 0.9, "seed": number, "top_k": 20} if number % 2 else {}),
+        **({"logprobs": 2} if number % 3 == 0 else {}),
+        **({"repetition_penalty": 1.3, "frequency_penalty": 0.5} if number % 4 == 1 else {}),
+        **({"token_mask": lambda _: allowed} if number % 5 == 2 else {}),
+        **({"prompt_lookup": True} if number % 7 == 3 else {}),
+    }
 
 
 def prompt_of(number):

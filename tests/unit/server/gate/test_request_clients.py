@@ -1,6 +1,7 @@
 """One key gets no more than its share and learns nothing of others; who goes ends what it waits for."""
 
 import asyncio
+import contextlib
 import gc
 
 import httpx
@@ -27,9 +28,8 @@ metered: sk-metered tokens_per_minute=60
 @pytest.fixture(scope="module")
 def served(wide_dir):
     bundle = load(wide_dir, on_mismatch="error")
-    engine = Engine(bundle, slots=2, queue=4)
-    yield Served("m", bundle, engine, 1_700_000_000)
-    engine.close()
+    with contextlib.closing(Engine(bundle, slots=2, queue=4)) as engine:
+        yield Served("m", bundle, engine, 1_700_000_000)
 
 
 @pytest.fixture

@@ -60,16 +60,16 @@ def test_a_request_that_waits_has_a_head_and_comments(monkeypatch):
     """A proxy cuts a connection on which nothing comes."""
     monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01)
 
+    client, slot = Client(), asyncio.Event()
+
+    async def events():
+        yield b""
+        await slot.wait()
+        yield b"one"
+        await asyncio.sleep(0.05)
+        yield b"two"
+
     async def main():
-        client, slot = Client(), asyncio.Event()
-
-        async def events():
-            yield b""
-            await slot.wait()
-            yield b"one"
-            await asyncio.sleep(0.05)
-            yield b"two"
-
         task = asyncio.ensure_future(client.read(events()))
         async with asyncio.timeout(60):
             while client.body.count(b": waiting\n\n") < 2:

@@ -1,6 +1,7 @@
 """Whether a recording shows what ran under the names that users know, and leaves nothing behind."""
 
 import collections
+import contextlib
 import gzip
 import json
 import time
@@ -32,10 +33,9 @@ def bundle(decoder_dir):
 
 @pytest.fixture(scope="module")
 def engine(bundle):
-    engine = Engine(bundle)
-    ask(engine)  # programs are loaded and run once
-    yield engine
-    engine.close()
+    with contextlib.closing(Engine(bundle)) as engine:
+        ask(engine)  # programs are loaded and run once
+        yield engine
 
 
 def ask(engine):
@@ -100,12 +100,10 @@ def test_nothing_is_left_when_a_recording_ends(bundle, engine):
 
 
 def test_programs_of_two_models_are_told_apart(bundle, engine, decoder_dir):
-    with load(decoder_dir) as other:
-        second = Engine(other)
+    with load(decoder_dir) as other, contextlib.closing(Engine(other)) as second:
         ask(second)  # golden answers of first loads are no calls
         both = [("first", bundle, engine), ("second", other, second)]
         recording = record(both, lambda: (ask(engine), ask(second)))
-        second.close()
     found = read_time_line(*read_recording(recording))
     names = {total.program.partition(": ")[0] for total in found.programs}
     assert names == {"first", "second"}
