@@ -135,13 +135,6 @@ def test_requests_that_come_and_go_move_between_batches(bundle, made, monkeypatc
     assert sizes[-1] < 4
 
 
-def few_of(engine, text):
-    """Generate after a text; return both and how many tokens were not computed again."""
-    found = engine.generate(text, **FEW)
-    assert found.token_ids == engine._bundle.generate(text, **FEW).token_ids
-    return [*text, *found.token_ids], found.stats.reused_tokens
-
-
 def reused(engine, last, **options):
     return engine.generate([*LONG[:30], last], max_new_tokens=2, **options).stats.reused_tokens
 
@@ -196,24 +189,12 @@ def test_two_conversations_in_turns_compute_only_what_is_new(bundle, made, monke
     texts = [LONG[:20], LONG[10:30]]
     for turn in range(3):
         for number, text in enumerate(texts):
-            answered, reused = few_of(engine, text)
+            found = engine.generate(text, **FEW)
+            assert found.token_ids == bundle.generate(text, **FEW).token_ids
             # All but what came since; the last token of the answer is in no cache.
-            assert turn == 0 or reused == len(text) - 3
-            texts[number] = [*answered, 3, 4]
+            assert turn == 0 or found.stats.reused_tokens == len(text) - 3
+            texts[number] = [*text, *found.token_ids, 3, 4]
             assert not pauses or kept.acquire(timeout=60)
-
-
-def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made):
-    """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
-    engine = made(slots=4, prefix_memory=4 * MIB)
-    # Two rows of four are computed in place: fill the batch, so that a prompt is computed aside and kept.
-    beside = [engine.submit([n], max_new_tokens=72, stop_token_ids=()) for n in range(3)]
-    engine.generate(LONG, max_new_tokens=30, stop_token_ids=())
-    for each in beside:
-        each.result()
-    assert engine.metrics().prefix_bytes > 0
-    engine._loop._batch.close()  # as a resize while nothing runs does
-    few_of(engine, [*LONG[:17], 1])
 
 
 def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made, monkeypatch):

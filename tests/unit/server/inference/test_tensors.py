@@ -15,13 +15,9 @@ PAIRS = [
 ]
 
 
-def numpy_of(name):
-    return np.dtype(getattr(ml_dtypes, name, None) or name)
-
-
 @pytest.mark.parametrize(("name", "datatype"), PAIRS)
 def test_a_dtype_goes_there_and_back_by_bytes_and_by_numbers(name, datatype):
-    dtype = numpy_of(name)
+    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
     assert tensors.datatype_of(name, "x") == datatype
     assert tensors.dtype_of(datatype, "x") == dtype
     assert tensors.from_json([], dtype, (0, 3), "x").shape == (0, 3)
@@ -55,15 +51,13 @@ def test_dtypes_numbers_and_bytes_that_are_not_such_a_tensor_are_refused():
     for content, datatype in ((b"123", "FP32"), (b"12345", "FP32"), (b"", "INT8"), (b"\2", "BOOL")):
         with pytest.raises(UsageError, match=r"^x: expected"):
             tensors.from_bytes(memoryview(content), tensors.dtype_of(datatype, "x"), (1,), "x")
-    known = {name for name, _ in PAIRS}
-    for name in set(DTYPES) - known:
+    for name in set(DTYPES) - dict(PAIRS).keys():
         with pytest.raises(UsageError, match=f"found {name}"):
             tensors.datatype_of(name, "x")
-    with pytest.raises(UsageError, match="found 'BYTES'") as caught:
-        tensors.dtype_of("BYTES", "x")
-    assert caught.value.hint is not None
-    with pytest.raises(UsageError, match="found 'FP8'"):
-        tensors.dtype_of("FP8", "x")
+    for name, has_hint in (("BYTES", True), ("FP8", False)):
+        with pytest.raises(UsageError, match=f"found '{name}'") as caught:
+            tensors.dtype_of(name, "x")
+        assert caught.value.hint is not None or not has_hint
 
 
 def test_large_integers_arrive_exactly_and_what_json_cannot_say_is_null():

@@ -74,11 +74,10 @@ def test_machines_that_lose_their_target_stop_it(requirements, reason):
 
 
 def test_machines_of_the_fleet_and_this_one_must_not_begin_to_compile():
-    def machine(name, *features):
-        found = Fingerprint("cpu", "x86_64", features, "0.10.2", "", 1, 1)
-        return Machine(name, f"{name}.json", found)
-
-    fleet = (machine("rack-1", *V3), machine("rack-2", *V2), machine("arm"))
+    fleet = [
+        Machine(name, f"{name}.json", Fingerprint("cpu", "x86_64", features, "0.10.2", "", 1, 1))
+        for name, features in (("rack-1", V3), ("rack-2", V2), ("arm", ()))
+    ]
     new = replace(OLD, requirements={"v3": needs(*V3)})
     assert failed(new, OLD, *fleet)["fleet"] == "would compile: rack-2"
     assert "fleet" not in failed(OLD, new, *fleet)  # who compiled before loses nothing
@@ -108,12 +107,14 @@ def test_what_callers_can_no_longer_ask_for_stops_it(new, check, reason):
 
 
 def test_a_function_with_other_arguments_stops_it_and_a_new_one_does_not():
+    def having(*programs):
+        return with_config(programs=(*CONFIG.programs, *programs))
+
     one = program("call", "score/b1", ("x: float32[1]",), batch=1)
     other = program("call", "score/b1", ("x: float32[2]",), batch=1)
     both = program("call", "score/b2", ("x: float32[2]",), batch=2)
-    old = with_config(programs=(*CONFIG.programs, one))
-    assert "score/b1" in failed(with_config(programs=(*CONFIG.programs, other)), old)["programs"]
-    assert failed(with_config(programs=(*CONFIG.programs, one, both)), old) == {}
+    assert "score/b1" in failed(having(other), having(one))["programs"]
+    assert failed(having(one, both), having(one)) == {}
 
 
 def test_sizes_have_a_share_and_an_end_by_the_limits_of_the_release_before():
