@@ -8,6 +8,7 @@ from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
 from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.schema_paths import error_path
 from prejit.server.grammar.tool_call_grammar import ToolForm
 
 
@@ -161,3 +162,44 @@ def test_markers_references_and_keywords_of_tools(bundle, grammars):
 def test_a_wrong_tool_is_named(grammars, tools, message):
     with pytest.raises(UsageError, match=message):
         grammars.tools(tools, ToolForm())
+
+
+BAD = {"type": "string", "pattern": "(?=a)b"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "foo"}, ""),
+        ({"properties": {"a/b~": {"items": {"anyOf": [{"type": "null"}, BAD]}}}},
+         "/properties/a~1b~0/items/anyOf/1"),
+        ({"type": "array", "prefixItems": [True, {"not": {}}]}, "/prefixItems/1"),
+        ({"$defs": {"n": {"additionalProperties": BAD}}, "properties": {"k": {"$ref": "#/$defs/n"}}},
+         "/$defs/n/additionalProperties"),
+        ({"properties": {"k": {"$ref": "https://other.example/s"}}}, "/properties/k"),
+        ({"properties": {"all": {"$ref": "#"}, "bad": {"type": "string", "format": "shoe-size"}}},
+         "/properties/bad"),
+        ({"properties": {"a": False}, "type": "object", "required": ["a"]}, ""),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ""),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_part_of_the_schema(grammars, schema, path):
+    with pytest.raises(UsageError) as error:
+        grammars.json_schema(schema)
+    assert str(error.value).startswith(f"schema{path}: expected a JSON schema that a grammar can ")
+    assert "\n" not in str(error.value)
+    assert error.value.hint
+
+
+def test_the_search_for_a_place_ends():
+    tried = []
+
+    def error_of(schema):
+        tried.append(schema)
+        return "wrong"
+
+    assert error_path({"anyOf": [{}] * 3}, "wrong", error_of) == "/anyOf/0"
+    assert error_path(nested(2000), "wrong", error_of) == ""  # deeper than Python recurses
+    tried.clear()
+    assert error_path({"anyOf": [{}] * 5000}, "other", error_of) == ""
+    assert len(tried) == 500

@@ -30,6 +30,7 @@ HEAD = b" HTTP/1.1\r\nHost: x\r\n"
 GET = b"GET /hello" + HEAD + b"\r\n"
 STREAM = b"GET /stream" + HEAD + b"\r\n"
 LAST = b"GET /hello" + HEAD + b"Connection: close\r\n\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 Streams = SimpleNamespace(begun=0, closed=0)
@@ -137,7 +138,7 @@ def test_garbage_is_400_or_nothing(server):
     assert b" 500 " not in got
 
 
-def test_requests_are_framed_exactly(server):
+def test_requests_are_framed_exactly_and_a_trailer_is_no_header(server):
     post = b"POST /size" + HEAD + b"Content-Length: %d\r\n\r\n%s"
     got = exchange(server, b"".join(post % (n, b"x" * n) for n in range(50)) + LAST)
     answers = [part.partition(b"\r\n\r\n")[2] for part in got.split(b"HTTP/1.1 200 OK")]
@@ -146,9 +147,14 @@ def test_requests_are_framed_exactly(server):
         got = exchange(server, GET[:-2] + b"X:\r\n" * (count - 2) + b"Connection: close\r\n\r\n")
         assert got.startswith(b"HTTP/1.1 %d" % status)
         assert (b"at most 256 headers" in got) == (status == 400)
+    # The gate has checked the request without it.
+    late = b"POST /slow_headers" + CHUNKED + b"1\r\na\r\n0\r\n", b"Authorization: late\r\n\r\n"
+    small = b"POST /size" + CHUNKED + b"1\r\na\r\n" * 4095 + b"0\r\n\r\n"
+    got = exchange(server, *late, small + LAST)
+    assert b"authorization: none" in got
+    assert b"\r\n\r\n4095HTTP" in got  # small chunks are a body as any
 
 
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 LONG = b"a" * 999
 ENDLESS = {
     "trailers": (b"GET /hello" + CHUNKED + b"0\r\n", b"X: %s\r\n" % LONG),
@@ -198,15 +204,6 @@ def test_an_offer_of_another_protocol_is_ignored(server):
         assert found.endswith(b"hello")
     found = exchange(server, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\nxyz")
     assert found.startswith(b"HTTP/1.1 4")
-
-
-def test_a_trailer_is_no_header(server):
-    """The gate has checked the request without it."""
-    late = b"POST /slow_headers" + CHUNKED + b"1\r\na\r\n0\r\n", b"Authorization: late\r\n\r\n"
-    small = b"POST /size" + CHUNKED + b"1\r\na\r\n" * 4095 + b"0\r\n\r\n"
-    got = exchange(server, *late, small + LAST)
-    assert b"authorization: none" in got
-    assert b"\r\n\r\n4095HTTP" in got  # small chunks are a body as any
 
 
 def test_a_client_that_sends_nothing_or_slow_heads_and_trailers_is_closed(monkeypatch, server):
@@ -260,19 +257,16 @@ def test_of_too_many_that_have_sent_no_head_the_oldest_is_closed(monkeypatch, se
         assert answer(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_a_body_that_stops_coming_is_408(monkeypatch, server):
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
-    got = exchange(server, b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
-    assert got.startswith(b"HTTP/1.1 408")
-
-
-def test_10_mb_are_413_for_a_client_that_sends_them_all(server):
-    parts = (b"x" * 65_536 for _ in range(160))
+def test_a_body_that_stops_coming_is_408_and_one_that_is_too_long_413(monkeypatch, server):
     # A client that still sends may find the connection closed: it must not wait for ever.
+    parts = (b"x" * 65_536 for _ in range(160))
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):
         assert httpx.post(f"{server.url}/size", content=parts, timeout=60).status_code == 413
     most = b"x" * (1 << 20)
     assert httpx.post(f"{server.url}/size", content=most, timeout=60).text == str(len(most))
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
+    got = exchange(server, b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+    assert got.startswith(b"HTTP/1.1 408")
 
 
 def slow_reader(server, request):
