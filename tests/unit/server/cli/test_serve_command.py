@@ -76,11 +76,7 @@ def test_a_canary_is_beside_one_bundle_only_what_may_change_is_followed_and_file
     tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
     nowhere = str(tmp_path / "missing" / "file")
     for options, status, message in (
-        (
-            ("a=x", "b=y", "--canary", "z"),
-            2,
-            "expected one bundle, found 2; start canaries of several",
-        ),
+        (("a=x", "b=y", "--canary", "z"), 2, "expected one bundle, found 2; start canaries of"),
         (("x", "--canary", "z", "--share", "5"), 2, 'share: expected a share such as "5%"'),
         ((fixed, "--follow", "60"), 2, "expected a directory or a tag, such as oci://"),
         (("x", "--keys", nowhere), 6, "cannot read the keys"),

@@ -131,11 +131,8 @@ def test_markers_references_and_keywords_of_tools(bundle, grammars):
     letters = [bundle.tokenizer.encode(letter)[0] for letter in "[CALL]"]
     assert not grammars.tools(TOOLS, form, required=True).accepts([*letters, *body])
     form = ToolForm(begin="", end="", arguments_key="parameters")
-    good, bad = (
-        ('{"name": "now", "parameters": {}}', "", "a {"),
-        ('{"name": "then", "parameters": {}}',),
-    )
-    check(bundle, grammars.tools(TOOLS, form), good, bad)
+    call = '{"name": "%s", "parameters": {}}'
+    check(bundle, grammars.tools(TOOLS, form), (call % "now", "", "a {"), (call % "then",))
     check(bundle, grammars.tools(TOOLS, form, required=True), (), ("a {",))
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/bit"}},
                   "required": ["x"], "$defs": {"bit": {"enum": [0, 1]}}}  # fmt: skip

@@ -70,13 +70,8 @@ def test_large_integers_arrive_exactly_and_what_json_cannot_say_is_null():
     assert found.tolist() == [2**63, 1, 2**64 - 1]
     found = tensors.from_json([[10**20], [0.5]], float32, (2, 1), "x")
     assert found.tolist() == [[np.float32(1e20)], [0.5]]
-    wrong = (
-        ([2**63, -1], uint64),
-        ([2**64, 1], uint64),
-        ([2**63, 1.0], uint64),
-        ([10**400], float32),
-    )
-    for data, dtype in wrong:
+    wrong = [(data, uint64) for data in ([2**63, -1], [2**64, 1], [2**63, 1.0])]
+    for data, dtype in (*wrong, ([10**400], float32)):
         with pytest.raises(UsageError, match="data: expected"):
             tensors.from_json(data, dtype, (len(data),), "x")
     array = np.array([1.5, np.nan, np.inf, -np.inf], np.float32)

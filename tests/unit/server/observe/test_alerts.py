@@ -279,11 +279,8 @@ def test_alerts_reach_people_with_words_that_they_understand(tmp_path):
 def test_two_releases_at_a_time_are_told_apart_by_their_digests(tmp_path):
     """Servers of the old release are well; one of the new one fails, compiles and is slow."""
     series = {}
-    for instance, digest, failed, slow in (
-        ("a", "old", 0, 0),
-        ("b", "old", 0, 0),
-        ("c", "new", 25, 100),
-    ):
+    servers = (("a", "old", 0, 0), ("b", "old", 0, 0), ("c", "new", 25, 100))
+    for instance, digest, failed, slow in servers:
         labels = f'job="prejit",instance="{instance}",model_name="demo"'
         of = f"{labels},{GENERATE}"
         series[f'prejit_build_info{{{labels},digest="{digest}"}}'] = "1x20"

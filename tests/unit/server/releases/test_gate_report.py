@@ -50,10 +50,7 @@ def test_a_log_of_several_models_needs_a_name():
     assert requests_of("l", [start, line("a"), line("a", 500)], None) == ([line("a")], "a", 9)
     both = [line("a"), line("b")]
     assert requests_of("l", both, "b") == ([line("b")], "b", None)
-    for lines, name, found in (
-        (both, None, "a, b"),
-        (both, "c", "a, b"),
-        ([start], None, "no request"),
-    ):
+    wrong = ((both, None, "a, b"), (both, "c", "a, b"), ([start], None, "no request"))
+    for lines, name, found in wrong:
         with pytest.raises(UsageError, match=f"l: expected .* found {found}"):
             requests_of("l", lines, name)

@@ -89,11 +89,7 @@ def test_machines_of_the_fleet_and_this_one_must_not_begin_to_compile():
 @pytest.mark.parametrize(
     ("new", "check", "reason"),
     [
-        (
-            with_config(programs=decodes((1, 64), (4, 256))),
-            "programs",
-            "longest context 512 -> 256",
-        ),
+        (with_config(programs=decodes((4, 256))), "programs", "longest context 512 -> 256"),
         (with_config(programs=decodes((1, 512))), "programs", "largest batch 4 -> 1"),
         (with_config(decoder=OTHER_END), "programs", "eos_token_ids (7,) -> (8,)"),
         (with_config(decoder=None, programs=()), "programs", "longest context 512 -> none"),

@@ -69,12 +69,8 @@ def test_calls_of_a_request_are_recorded_with_their_results(engine, stand_in):
     assert (first, whole) == (call | {"seed": 3}, call | {"seed": None})
     assert (cut["token_ids"], cut["finish_reason"]) == ([1], "")
     stand_in.result = {"a": (np.zeros(2), None), "b": np.array([True])}
-    encoded, called = recorded(
-        lambda: (
-            engine.submit_encode(["a"]),
-            engine.submit_client_call("", NO_LIMITS, "score", x=1),
-        )
-    )
+    [encoded] = recorded(lambda: engine.submit_encode(["a"]))
+    [called] = recorded(lambda: engine.submit_client_call("", NO_LIMITS, "score", x=1))
     assert encoded["arrays"]["embeddings"]["shape"] == [2, 3]
     assert (encoded["sentences"], encoded["tokens"]) == (2, 7)  # `prejit suggest` reads them
     assert called["program"] == "score"
