@@ -37,36 +37,27 @@ def test_quantiles_are_linear_inside_a_bucket_and_have_an_answer_outside_of_all(
     assert (found.count, nothing.count) == (4, 0), "a snapshot does not change"
 
 
-def at_once():
-    recorder = RequestRecorder("call", "f", 16)
-    recorder.began()
-    recorder.ran_at_once("done", 0.2, 3, Cost(1), 0.2, waited_for_compile=True)
-    for error in ("wrong arguments", "broken program"):
-        recorder.began()
-        recorder.withdrawn() if error == "wrong arguments" else recorder.finished("error", 0.1)
-    recorder.began()
-    recorder.ran_at_once("nan", 0.2, 2, ONE_RUN, 0.1, waited_for_compile=False)
-    return recorder.snapshot()
-
-
-def through_the_queue():
-    recorder = RequestRecorder("call", "f", 16)
-    for _ in range(3):
-        recorder.submitted()
-        recorder.admitted(0.0)
-    recorder.ran(3, Cost(1), 0.2)
-    recorder.ran(2, ONE_RUN, 0.1)
-    recorder.finished("done", 0.2, 0.2, waited_for_compile=True)
-    recorder.finished("error", 0.1)
-    recorder.finished("nan", 0.2, 0.2)
-    return recorder.snapshot()
-
-
 def test_a_call_in_its_callers_thread_counts_as_any_other():
-    one, other = at_once(), through_the_queue()
-    assert one.queue_seconds.count == 2  # the third of the others failed after it had waited
-    assert replace(one, queue_seconds=other.queue_seconds) == other
-    assert (one.succeeded, one.failed, one.waited_for_compile) == (1, 2, 1)
+    one, other = (RequestRecorder("call", "f", 16) for _ in range(2))
+    one.began()
+    one.ran_at_once("done", 0.2, 3, Cost(1), 0.2, waited_for_compile=True)
+    for end in (one.withdrawn, lambda: one.finished("error", 0.1)):  # wrong arguments, and an error
+        one.began()
+        end()
+    one.began()
+    one.ran_at_once("nan", 0.2, 2, ONE_RUN, 0.1, waited_for_compile=False)
+    for _ in range(3):
+        other.submitted()
+        other.admitted(0.0)
+    other.ran(3, Cost(1), 0.2)
+    other.ran(2, ONE_RUN, 0.1)
+    other.finished("done", 0.2, 0.2, waited_for_compile=True)
+    other.finished("error", 0.1)
+    other.finished("nan", 0.2, 0.2)
+    found, queued = one.snapshot(), other.snapshot()
+    assert found.queue_seconds.count == 2  # the third of the others failed after it had waited
+    assert replace(found, queue_seconds=queued.queue_seconds) == queued
+    assert (found.succeeded, found.failed, found.waited_for_compile) == (1, 2, 1)
 
 
 def test_host_memory_grows_with_what_is_held():
