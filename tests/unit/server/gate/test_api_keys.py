@@ -7,10 +7,6 @@ import pytest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.gate.api_keys import ANYBODY, Keys
 
-TEXT = (
-    "# who may\n\nalice: 0123456789abcdef\n  fedcba9876543210  \nbob@example.org:  sk-0000000000\n"
-)
-
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
@@ -19,7 +15,8 @@ def file(tmp_path, monkeypatch):
 
 
 def test_each_key_has_its_owner_and_limits_and_no_other_header_is_a_key(file):
-    file.write_text(TEXT)
+    given = ("# who may\n", "alice: 0123456789abcdef", "  fedcba9876543210  ")
+    file.write_text("\n".join((*given, "bob@example.org:  sk-0000000000\n")))
     keys = Keys(file)
     assert len(keys) == 3
     assert keys.find("Bearer 0123456789abcdef").name == "alice"

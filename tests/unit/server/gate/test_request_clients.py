@@ -82,14 +82,13 @@ def test_a_key_has_no_more_than_its_share_and_finds_no_prompt_of_another(server)
     assert cached("urgent-") == 0
 
 
-async def gone():
-    await asyncio.sleep(0)
-    return {"type": "http.disconnect"}
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_several_values_that_nobody_waits_for_any_more_are_no_news(count):
     reported = []
+
+    async def gone():
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
 
     async def leave():
         loop = asyncio.get_running_loop()

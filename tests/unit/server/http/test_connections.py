@@ -183,14 +183,12 @@ def test_nothing_that_a_client_sends_is_without_end(what, monkeypatch, server):
     wait_for(lambda: not server.server.server_state.connections)
 
 
-UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
-
-
 def test_an_offer_of_another_protocol_is_ignored(server):
     """As Java's HttpClient makes it, with a body."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
     chunked = b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
     for framed in (b"Content-Length: 5\r\n\r\nhello", chunked):
-        sent = 2 * (b"POST /size" + HEAD + UPGRADE + framed) + LAST
+        sent = 2 * (b"POST /size" + HEAD + offer + framed) + LAST
         for width in (len(sent), 7):
             found = exchange(server, *(sent[i : i + width] for i in range(0, len(sent), width)))
             assert found.count(b"HTTP/1.1 200 OK") == 3
