@@ -201,12 +201,8 @@ def test_functions_wake_it_too(settled_dir, door):
 def test_requests_that_come_while_it_falls_asleep_are_answered(engine, bundle):
     expected = bundle.generate([1, 2], **FEW).token_ids
     ends = threading.Event()
-
-    def disturb():
-        return sum(engine.sleep() for _ in iter(ends.is_set, True))
-
     with ThreadPoolExecutor(5) as pool:
-        sleeping = pool.submit(disturb)
+        sleeping = pool.submit(lambda: sum(engine.sleep() for _ in iter(ends.is_set, True)))
         found = pool.map(lambda _: engine.generate([1, 2], **FEW).token_ids, range(40))
         assert all(each == expected for each in found)
         ends.set()
