@@ -1,11 +1,15 @@
 """Conditions of a start: what would make a first start less first than its column says."""
 
+import mmap
 import os
 import sys
 from pathlib import Path
 
 from benchmarks.harness.conditions import ONE_CPU, RECEIPTS, WARM, Start, fresh_root
 from benchmarks.harness.fresh_processes import Row
+from benchmarks.harness.page_cache import Range, evict, ranges_of
+
+PAGE = mmap.PAGESIZE
 
 
 def start(tmp_path, condition):
@@ -41,3 +45,13 @@ def test_a_fresh_root_keeps_no_receipts_and_writes_no_bytecode(tmp_path):
     assert variables["HOME"] == str(tmp_path)
     assert variables["PYTHONDONTWRITEBYTECODE"] == "1"
     assert not list(Path(variables["PYTHONPYCACHEPREFIX"]).parent.iterdir())
+
+
+def test_present_pages_become_ranges_and_eviction_never_changes_what_a_file_holds(tmp_path):
+    path = tmp_path / "file"
+    pages = bytes([1, 3, 2, 1])  # the lowest bit counts, and the last range ends with the file
+    ranges = [Range(path, 0, 2 * PAGE), Range(path, 3 * PAGE, 10)]
+    assert ranges_of(path, 3 * PAGE + 10, pages) == ranges
+    path.write_bytes(b"x" * 3 * PAGE)
+    evict(path)
+    assert path.read_bytes() == b"x" * 3 * PAGE

@@ -59,12 +59,7 @@ def served(bundle, name=None):
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers.
-
-    Attributes:
-        port: where it listens.
-        server: uvicorn's own.
-    """
+    """A server that answers at a port, and uvicorn's own."""
 
     port: int
     server: uvicorn.Server

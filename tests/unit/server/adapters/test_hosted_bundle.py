@@ -1,10 +1,8 @@
 """A bundle inside a server of others: the program by its tensors, and the application of `prejit serve`."""
 
-import asyncio
-
-import httpx
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from prejit.runtime import ClosedError, UsageError, load
 from prejit.server.adapters.hosted_bundle import HostedProgram, load_models, make_bundle_app
@@ -37,16 +35,9 @@ def test_the_application_answers_without_a_server_of_ours(bundle_dir):
     models = load_models(str(bundle_dir), name="ranker", on_mismatch="error")
     given = {"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.ravel().tolist()}
 
-    async def ask():
-        transport = httpx.ASGITransport(make_bundle_app(models))
-        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
-            return [
-                await client.get("/health/ready"),
-                await client.post("/v2/models/ranker.score/infer", json={"inputs": [given]}),
-            ]
-
-    ready, inferred = asyncio.run(ask())
-    assert ready.json() == {"state": "ready", "models": ["ranker"]}
+    client = TestClient(make_bundle_app(models))
+    assert client.get("/health/ready").json() == {"state": "ready", "models": ["ranker"]}
+    inferred = client.post("/v2/models/ranker.score/infer", json={"inputs": [given]})
     with load(bundle_dir) as bundle:
         expected = bundle.call("score", x=X).ravel()
     np.testing.assert_allclose(inferred.json()["outputs"][0]["data"], expected, rtol=1e-6)

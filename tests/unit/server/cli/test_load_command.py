@@ -36,16 +36,13 @@ def test_a_mistake_is_said(options, said, status, capsys):
         ("http://user:secret@127.0.0.1:1", 7),
     ],
 )
-def test_a_url_of_no_server_is_said_without_its_password(url, status, capsys):
+def test_a_url_of_no_server_and_a_wrong_key_are_said_without_them(url, status, tmp_path, capsys):
     assert __main__.main(["load", url]) == status
     said = capsys.readouterr().err
     assert ("expected a " in said) == (status == 2)
     assert "http://" in said
     for part in ("user", "se%", "secret", "ret@"):
         assert part not in said
-
-
-def test_a_key_is_one_word(tmp_path, capsys):
     (tmp_path / "key").write_text("two words\n")
     assert __main__.main(["load", NOWHERE, "--key-file", str(tmp_path / "key")]) == 2
     found = capsys.readouterr().err

@@ -28,20 +28,16 @@ def test_a_bundle_may_have_another_name(tmp_path):
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("--port", ["-1", "65536", "x"]),
-        ("--timeout", ["nan", "-1"]),
-        ("--drain-seconds", ["inf"]),
-        *((name, ["0"]) for name in ("--max-body", "--max-tokens", "--clients", "--queue")),
-        ("--slots", ["1.5", "0"]),
-        ("--prefix-memory", ["-1", "1.5X", "9" * 16]),
-        ("--check-seconds", ["often"]),
-        ("--follow", ["0", "often"]),
-        ("--admin", ["8001", "http://127.0.0.1:8001", "localhost:99999", "localhost"]),
-        ("--cors", ["app.example", "https://a.b/"]),
+        *(("--port", "-1 65536 x"), ("--timeout", "nan -1"), ("--drain-seconds", "inf")),
+        *((name, "0") for name in ("--max-body", "--max-tokens", "--clients", "--queue")),
+        *(("--slots", "1.5 0"), ("--prefix-memory", f"-1 1.5X {'9' * 16}")),
+        *(("--check-seconds", "often"), ("--follow", "0 often")),
+        ("--admin", "8001 http://127.0.0.1:8001 localhost:99999 localhost"),
+        ("--cors", "app.example https://a.b/"),
     ],
 )
 def test_a_limit_that_is_none_is_refused(option, values, capsys):
-    for value in values:
+    for value in values.split():
         assert __main__.main(["serve", "artifacts/demo", option, value]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error[usage]: Invalid value for '{option}': ")
@@ -74,22 +70,22 @@ def test_every_option_reaches_the_server(monkeypatch):
     assert given[2][-1] == ("z", 0.025)
 
 
-def test_a_canary_is_beside_one_bundle_and_only_what_may_change_is_followed(capsys, monkeypatch):
-    assert __main__.main(["serve", "a=x", "b=y", "--canary", "z"]) == 2
-    assert "expected one bundle, found 2; start canaries of several with" in capsys.readouterr().err
-    assert __main__.main(["serve", "x", "--canary", "z", "--share", "5"]) == 2
-    assert 'share: expected a share such as "5%"' in capsys.readouterr().err
+def test_a_canary_is_beside_one_bundle_only_what_may_change_is_followed_and_files_can_be_opened(
+    capsys, monkeypatch, tmp_path
+):
+    tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
+    nowhere = str(tmp_path / "missing" / "file")
+    for options, status, message in (
+        (("a=x", "b=y", "--canary", "z"), 2, "expected one bundle, found 2; start canaries of"),
+        (("x", "--canary", "z", "--share", "5"), 2, 'share: expected a share such as "5%"'),
+        ((fixed, "--follow", "60"), 2, "expected a directory or a tag, such as oci://"),
+        (("x", "--keys", nowhere), 6, "cannot read the keys"),
+        (("x", "--log", nowhere), 6, "cannot write the log"),
+    ):
+        assert __main__.main(["serve", *options]) == status
+        assert message in capsys.readouterr().err
     given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
-    tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
     for bundle in (tag, "directory"):
         assert __main__.main(["serve", f"a={bundle}", f"b={fixed}", "--follow", "60"]) == 0
         assert given[-1][2].follow_seconds == 60
-    assert __main__.main(["serve", fixed, "--follow", "60"]) == 2
-    assert "expected a directory or a tag, such as oci://" in capsys.readouterr().err
-
-
-def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(tmp_path, capsys):
-    for option, message in (("--keys", "cannot read the keys"), ("--log", "cannot write the log")):
-        assert __main__.main(["serve", "x", option, str(tmp_path / "missing" / "file")]) == 6
-        assert message in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """One engine for many callers: each gets the tokens that it would get alone, whatever the others do."""
 
 import asyncio
+import collections
 import contextlib
 import gc
 import re
@@ -8,6 +9,8 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,19 +57,15 @@ def engine(made):
 
 def options_of(number):
     """Different requests: greedy and not, short and long, with logprobs, penalties, drafts and masks."""
-    found = {"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()}
-    if number % 2:
-        found |= {"temperature": 0.9, "seed": number, "top_k": 20}
-    if number % 3 == 0:
-        found |= {"logprobs": 2}
-    if number % 4 == 1:
-        found |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
-    if number % 5 == 2:
-        allowed = np.arange(VOCABULARY) % 3 != 0
-        found |= {"token_mask": lambda _: allowed}
-    if number % 7 == 3:
-        found |= {"prompt_lookup": True}
-    return found
+    allowed = np.arange(VOCABULARY) % 3 != 0
+    return {
+        **{"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()},
+        **({"temperature": 0.9, "seed": number, "top_k": 20} if number % 2 else {}),
+        **({"logprobs": 2} if number % 3 == 0 else {}),
+        **({"repetition_penalty": 1.3, "frequency_penalty": 0.5} if number % 4 == 1 else {}),
+        **({"token_mask": lambda _: allowed} if number % 5 == 2 else {}),
+        **({"prompt_lookup": True} if number % 7 == 3 else {}),
+    }
 
 
 def prompt_of(number):
@@ -90,8 +89,8 @@ def same(found, expected):
 def test_threads_and_tasks_get_what_each_would_get_alone(engine, alone):
     with ThreadPoolExecutor(24) as pool:
         found = list(pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(24)))
-    for mine, expected in zip(found, alone, strict=True):
-        same(mine, expected)
+    for each in zip(found, alone, strict=True):
+        same(*each)
     metrics = engine.metrics()
     assert metrics.finished["length"] == sum(one.finish_reason == "length" for one in alone)
     assert metrics.generation_tokens == sum(len(one.token_ids) for one in alone)
@@ -116,18 +115,12 @@ def test_threads_and_tasks_get_what_each_would_get_alone(engine, alone):
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
-def noted_sizes(monkeypatch):
-    sizes = []
-    resize = Batch.resize
-    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
-    return sizes
-
-
 def test_requests_that_come_and_go_move_between_batches(bundle, made, monkeypatch):
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
-    sizes = noted_sizes(monkeypatch)
+    sizes, resize = [], Batch.resize
+    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
     engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
@@ -140,14 +133,6 @@ def test_requests_that_come_and_go_move_between_batches(bundle, made, monkeypatc
     assert tuple(piece.token_id for piece in pieces) == expected.token_ids
     assert 4 in sizes
     assert sizes[-1] < 4
-
-
-def few_of(engine, text, reused=None):
-    """A text and what follows it: the tokens of the bundle, with so many that need not be computed."""
-    found = engine.generate(text, **FEW)
-    assert found.token_ids == engine._bundle.generate(text, **FEW).token_ids
-    assert reused is None or found.stats.reused_tokens == reused
-    return [*text, *found.token_ids]
 
 
 def reused(engine, last, **options):
@@ -204,23 +189,12 @@ def test_two_conversations_in_turns_compute_only_what_is_new(bundle, made, monke
     texts = [LONG[:20], LONG[10:30]]
     for turn in range(3):
         for number, text in enumerate(texts):
+            found = engine.generate(text, **FEW)
+            assert found.token_ids == bundle.generate(text, **FEW).token_ids
             # All but what came since; the last token of the answer is in no cache.
-            reused = len(text) - 3 if turn else None
-            texts[number] = [*few_of(engine, text, reused), 3, 4]
+            assert turn == 0 or found.stats.reused_tokens == len(text) - 3
+            texts[number] = [*text, *found.token_ids, 3, 4]
             assert not pauses or kept.acquire(timeout=60)
-
-
-def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made):
-    """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
-    engine = made(slots=4, prefix_memory=4 * MIB)
-    # Two rows of four are computed in place: fill the batch, so that a prompt is computed aside and kept.
-    beside = [engine.submit([n], max_new_tokens=72, stop_token_ids=()) for n in range(3)]
-    engine.generate(LONG, max_new_tokens=30, stop_token_ids=())
-    for each in beside:
-        each.result()
-    assert engine.metrics().prefix_bytes > 0
-    engine._loop._batch.close()  # as a resize while nothing runs does
-    few_of(engine, [*LONG[:17], 1])
 
 
 def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made, monkeypatch):
@@ -241,10 +215,8 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made
     for client, length in (("few", 60), ("many", 6)):
         with engine.stream(prompt_of(3), max_new_tokens=length, client=client) as text:
             next(text)
-            burst = [
-                engine.submit(prompt_of(3 + n), max_new_tokens=2, client="many") for n in range(8)
-            ]
-            wait(burst, 60)
+            prompts = map(prompt_of, range(3, 11))
+            wait([engine.submit(each, max_new_tokens=2, client="many") for each in prompts], 60)
     assert most["beside few"] == 3
     assert most["alone"] > 3
 
@@ -261,16 +233,10 @@ def occupy(engine, **options):
     return stream
 
 
-class Slow:
-    """How long each step takes at least."""
-
-    seconds = 0.02
-
-
 @pytest.fixture
 def slow(monkeypatch):
     """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
-    original, found = Batch.step, Slow()
+    original, found = Batch.step, SimpleNamespace(seconds=0.02)
 
     def step(self, *arguments):
         time.sleep(found.seconds)
@@ -282,7 +248,7 @@ def slow(monkeypatch):
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_back(one_slot):
+def test_a_client_that_floods_makes_room_and_priorities_and_clients_decide_who_is_next(one_slot):
     with occupy(one_slot, client="flood"):
         flood = [one_slot.submit([2], max_new_tokens=1, client="flood") for _ in range(3)]
         other = one_slot.submit([2], max_new_tokens=1, client="other")
@@ -296,15 +262,21 @@ def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_ba
     for each in (*flood[:2], other):
         assert each.result(60).finish_reason is not None
     assert one_slot.metrics().finished["refused"] == 2
+    finished, futures = [], []
+    with occupy(one_slot, client="a"):
+        for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
+            futures.append(one_slot.submit([2], max_new_tokens=2, client=client, priority=priority))
+            futures[-1].add_done_callback(lambda _, name=name: finished.append(name))
+    wait(futures, 60)
+    assert finished == ["urgent", "b", "a"]
 
 
 def test_a_client_has_no_more_than_its_limits(engine, slow):
     served = []
     given = {"client": "a", "limits": Limits(waiting=2, running=1, on_tokens=served.append)}
     with occupy(engine, client="a", limits=Limits(waiting=2, running=1)):
-        waiting = [
-            engine.submit([2, 3], max_new_tokens=2, stop_token_ids=(), **given) for _ in range(2)
-        ]
+        few = {"max_new_tokens": 2, "stop_token_ids": (), **given}
+        waiting = [engine.submit([2, 3], **few) for _ in range(2)]
         with pytest.raises(QueueFullError, match="fewer than 2 requests of this client") as error:
             engine.submit([2], **given)
         assert "--queue" not in str(error.value.hint)  # a longer one would not help
@@ -316,17 +288,6 @@ def test_a_client_has_no_more_than_its_limits(engine, slow):
     assert sum(served) == 8
     with pytest.raises(UsageError, match="running: expected 1 or more, found 0"):
         Limits(running=0)
-
-
-@pytest.mark.usefixtures("slow")
-def test_priorities_and_clients_decide_who_is_next(one_slot):
-    finished, futures = [], []
-    with occupy(one_slot, client="a"):
-        for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
-            futures.append(one_slot.submit([2], max_new_tokens=2, client=client, priority=priority))
-            futures[-1].add_done_callback(lambda _, name=name: finished.append(name))
-    wait(futures, 60)
-    assert finished == ["urgent", "b", "a"]
 
 
 def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(one_slot, slow):
@@ -347,16 +308,13 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(one_slot, slow):
 @pytest.mark.parametrize("how", ["close", "drop", "task"])
 def test_a_stream_that_ends_early_frees_its_slot(one_slot, how):
     stream = one_slot.stream([1], max_new_tokens=70, stop_token_ids=())
+
+    async def stop(pieces):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                _ = [piece async for piece in pieces]
+
     if how == "task":
-
-        async def read(pieces):
-            async for _ in pieces:
-                pass
-
-        async def stop(pieces):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(read(pieces), 0.1)
-
         asyncio.run(stop(stream))
     else:
         next(stream)
@@ -371,12 +329,9 @@ def test_a_stream_that_ends_early_frees_its_slot(one_slot, how):
 
 @pytest.mark.usefixtures("slow")
 def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot):
-    running, waiting = (
-        one_slot.submit([1], max_new_tokens=70, stop_token_ids=()) for _ in range(2)
-    )
+    running, waiting = (one_slot.submit([1], max_new_tokens=70) for _ in range(2))
     wait_for(lambda: one_slot.metrics().running)
-    assert waiting.cancel()
-    assert running.cancel()
+    assert (waiting.cancel(), running.cancel()) == (True, True)
     with pytest.raises(CancelledError):
         running.result(1)
     done = one_slot.submit([1], max_new_tokens=1)
@@ -402,7 +357,7 @@ def test_a_mask_that_fails_ends_its_own_request(engine, alone):
         same(future.result(60), expected)
 
 
-def test_mistakes_are_refused_before_they_wait(engine):
+def test_mistakes_are_refused_before_they_wait(engine, bundle_dir):
     for options, message in (
         *(({"prompt": [VOCABULARY]}, "prompt"), ({"priority": "high"}, "priority")),
         *(({"client": 3}, "client"), ({"timeout": 0}, "timeout: expected more than 0")),
@@ -412,41 +367,36 @@ def test_mistakes_are_refused_before_they_wait(engine):
             with pytest.raises(UsageError, match=message):
                 ask(**{"prompt": [1], **options})
     assert engine.metrics().waiting == 0
+    with contextlib.closing(Engine(load(bundle_dir))) as without:
+        with pytest.raises(UsageError, match="this bundle holds no decoder"):
+            without.submit([1])
+        assert without.drain(1)
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("step", RejectError("a", "b")), ("begin", MemoryError())]
+    ("name", "error", "good_steps"),
+    [("step", RejectError("a", "b"), 3), ("step", ValueError(), 0), ("begin", MemoryError(), 0)],
 )
-def test_what_fails_ends_what_runs_and_the_engine_goes_on(engine, alone, monkeypatch, name, error):
-    original = getattr(Batch, name)
-
-    def fail(self, *_):
-        monkeypatch.setattr(Batch, name, original)
-        raise error
-
-    monkeypatch.setattr(Batch, name, fail)
-    with pytest.raises(type(error)):
-        engine.generate([1], max_new_tokens=3)
-    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
-    assert engine.metrics().finished["error"] == 1
-
-
-def test_a_step_that_fails_loses_no_token_of_the_steps_before(engine, monkeypatch):
+def test_what_fails_ends_what_runs_loses_no_token_of_before_and_the_engine_goes_on(
+    engine, alone, monkeypatch, name, error, good_steps
+):
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
-    original, steps = Batch.step, []
+    original, steps, tokens = getattr(Batch, name), [], []
 
-    def step(self, *arguments):
-        if len(steps) == 3:
-            monkeypatch.setattr(Batch, "step", original)
-            raise RejectError("a file", "it was cut")
+    def fail(self, *arguments):
+        if len(steps) == good_steps:
+            monkeypatch.setattr(Batch, name, original)
+            raise error
         steps.append(original(self, *arguments))
         return steps[-1]
 
-    monkeypatch.setattr(Batch, "step", step)
-    stream = engine.stream([1], max_new_tokens=9, stop_token_ids=())
-    assert [next(stream).token_id for _ in range(3)] == [found[0].token_id for found in steps]
-    with pytest.raises(RejectError, match="it was cut"):
-        next(stream)
+    monkeypatch.setattr(Batch, name, fail)
+    stream = (piece.token_id for piece in engine.stream([1], **FEW))
+    with pytest.raises(type(error)):
+        collections.deque(map(tokens.append, stream))
+    assert tokens == [found[0].token_id for found in steps]
+    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
+    assert engine.metrics().finished["error"] == 1
 
 
 @pytest.mark.parametrize("how", ["submit", "stream", "failed", "cancelled"])
@@ -477,56 +427,40 @@ def test_a_request_that_ended_is_freed_without_the_garbage_collector(engine, how
         gc.enable()
 
 
-def test_memory_is_bounded_before_the_first_request(bundle):
-    decoder, most = bundle.decoder, 1 << 40
+def test_memory_is_bounded_before_the_first_request_and_a_small_one_has_a_shorter_context(
+    bundle, made
+):
+    plan = partial(plan_caches, bundle.decoder, 4)
+    budgets = [1 << 40]
     for context, together in ((72, 2), (72, 1), (24, 2), (24, 1)):
-        less = plan_caches(decoder, 4, most, 0)
+        less = plan(budgets[-1], 0)
         assert (less.batch, less.context, less.together) == (4, context, together)
-        most = less.peak_bytes - 1
-    with pytest.raises(UsageError, match="memory: expected at least"):
-        plan_caches(decoder, 4, less.peak_bytes - 1, 0)
-    with pytest.raises(UsageError, match="prefixes"):
-        plan_caches(decoder, 4, less.peak_bytes, 1)
-    with pytest.raises(UsageError, match="rows at once"):
-        Engine(bundle, slots=5)
-    with pytest.raises(UsageError, match="memory: expected at least"):
-        Engine(bundle, slots=4, memory=100)
+        budgets.append(less.peak_bytes - 1)
+    for refused, message in (
+        (lambda: plan(budgets[-1], 0), "memory: expected at least"),
+        (lambda: plan(less.peak_bytes, 1), "prefixes"),
+        (lambda: made(slots=5), "rows at once"),
+        (lambda: made(slots=4, memory=100), "memory: expected at least"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            refused()
     # Prefixes take no more than the slots unless asked for.
     slots = cache_bytes(bundle.decoder.cache, 4, 72)
-    plenty = plan_caches(bundle.decoder, 4, 1 << 40, None)
+    plenty = plan(1 << 40, None)
     assert plenty.prefix_bytes == slots
-    others = plenty.peak_bytes - slots
-    assert plan_caches(bundle.decoder, 4, others + 400, None).prefix_bytes == 100
-    assert plan_caches(bundle.decoder, 4, 1 << 40, 9 * slots).prefix_bytes == 9 * slots
-
-
-def test_a_small_memory_has_a_shorter_context(bundle, made):
-    whole = plan_caches(bundle.decoder, 4, 1 << 40, 0)
-    peak = plan_caches(bundle.decoder, 4, whole.peak_bytes - 1, 0).peak_bytes
-    engine = made(slots=4, memory=peak - 1, prefix_memory=0)
+    assert plan(plenty.peak_bytes - slots + 400, None).prefix_bytes == 100
+    assert plan(1 << 40, 9 * slots).prefix_bytes == 9 * slots
+    engine = made(slots=4, memory=budgets[2], prefix_memory=0)
     with pytest.raises(ContextError, match="at most 24 tokens, for which the engine has memory"):
         engine.submit(LONG)
     found = engine.generate([1, 2, 3], stop_token_ids=())
     assert found.finish_reason == "context"
     assert len(found.token_ids) == 24 - 3 + 1
-    assert engine.metrics().cache_budget_bytes == peak - 1
+    assert engine.metrics().cache_budget_bytes == budgets[2]
 
 
 @pytest.mark.usefixtures("slow")
-def test_closing_ends_what_waits_and_runs(made):
-    engine = made(slots=1)
-    running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
-    engine.close()
-    with pytest.raises(ClosedError, match="closed before the request was finished"):
-        list(running)
-    with pytest.raises(ClosedError):
-        waiting.result(1)
-    with pytest.raises(ClosedError, match="this engine is closed"):
-        engine.submit([1])
-
-
-@pytest.mark.usefixtures("slow")
-def test_draining_finishes_what_is_there_and_takes_no_more_until_it_is_undone(made):
+def test_draining_finishes_what_is_there_until_it_is_undone_and_closing_ends_it(made):
     engine = made(slots=1)
     running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
     waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
@@ -544,16 +478,12 @@ def test_draining_finishes_what_is_there_and_takes_no_more_until_it_is_undone(ma
         waits.result(60)
     running.cancel()
     assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=()).token_ids) == 2
+    running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
     engine.close()
-    with pytest.raises(ClosedError):
-        engine.undrain()
-    with pytest.raises(ClosedError, match="closed"):
+    with pytest.raises(ClosedError, match="closed before the request was finished"):
+        list(running)
+    for refused in (lambda: waiting.result(1), engine.undrain):
+        with pytest.raises(ClosedError):
+            refused()
+    with pytest.raises(ClosedError, match="this engine is closed"):
         engine.submit([1])
-
-
-def test_a_bundle_without_a_decoder_has_no_tokens(bundle_dir):
-    engine = Engine(load(bundle_dir))
-    with pytest.raises(UsageError, match="this bundle holds no decoder"):
-        engine.submit([1])
-    assert engine.drain(1)
-    engine.close()

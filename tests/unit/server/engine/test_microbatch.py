@@ -16,13 +16,11 @@ from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
 from prejit.server.engine.shared_jobs import Ran, SharedJob, deadline_after
 
-MOST = 8
-PATIENCE = 30.0
+MOST, PATIENCE = 8, 30.0
 
 
 class Program:
-    """Doubles rows, of which -1 cannot be doubled; records each run, waits for `go`, and
-    takes some seconds."""
+    """Doubles rows, of which -1 cannot be doubled; records each run, waits for `go`, takes some seconds."""
 
     def __init__(self):
         self.runs = []
@@ -83,26 +81,34 @@ def lane(program):
     lane.close()
 
 
-def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane, program):
+def test_a_call_of_more_rows_than_the_bucket_takes_turns_and_its_rest_ends_with_an_error(
+    lane, program
+):
     holding = program.hold(lane)
-    long = submit(lane, range(20))
-    short = submit(lane, [100, 200])
+    long, short = submit(lane, range(20)), submit(lane, [100, 200])
     program.go.set()
     assert short.result(PATIENCE).tolist() == [200, 400]
     assert long.result(PATIENCE).tolist() == [2 * row for row in range(20)]
     assert holding.result(PATIENCE).tolist() == [0]
-    # The short call does not wait until all of the long one has run.
-    assert program.runs == [[1], [8], [2, 6], [6]]
-
-
-def test_the_rest_of_a_call_that_failed_does_not_run(lane, program):
     with pytest.raises(ValueError, match="no row"):
         submit(lane, [-1] * 30).result(PATIENCE)
     assert submit(lane, [5]).result(PATIENCE).tolist() == [10]
-    assert program.runs == [[8], [1]]
+    # The short call does not wait until all of the long one has run.
+    assert program.runs == [[1], [8], [2, 6], [6], [8], [1]]
 
 
 def test_who_waits_gets_the_deadline_and_a_result_that_comes_later_is_none(lane, program):
+    program.hold(lane)
+    late = submit(lane, [1], timeout=0.01)
+    more = []
+    late.add_done_callback(lambda _: more.append(submit(lane, [7])))  # a callback may submit
+    time.sleep(0.02)
+    program.go.set()
+    with pytest.raises(DeadlineError, match="expected a result within the timeout"):
+        late.result(PATIENCE)
+    assert more[0].result(PATIENCE).tolist() == [14]
+    assert program.runs == [[1], [1]], "the late one does not run"
+    assert program.began.acquire(timeout=PATIENCE)
     program.go.clear()
     late = job([1], timeout=PATIENCE)
     lane.submit(late)
@@ -114,13 +120,9 @@ def test_who_waits_gets_the_deadline_and_a_result_that_comes_later_is_none(lane,
     program.go.clear()
     with pytest.raises(DeadlineError):
         lane.result(job([1], timeout=0.05))
-    assert not program.go.is_set()
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", True])
-def test_a_timeout_that_is_no_time(timeout):
-    with pytest.raises(UsageError, match="timeout: expected"):
-        deadline_after(timeout)
+    for timeout in (0, -1, float("nan"), "1", True):
+        with pytest.raises(UsageError, match="timeout: expected"):
+            deadline_after(timeout)
 
 
 def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(program):
@@ -144,37 +146,33 @@ def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(p
     lane.close()
 
 
-def share_a_run(lane, program):
+@pytest.mark.parametrize(("patience", "is_gone"), [(1000 * PATIENCE, False), (0.1, True)])
+def test_callers_who_shared_a_run_share_the_next_unless_some_are_gone(
+    lane, program, monkeypatch, patience, is_gone
+):
+    def is_idle():
+        with lane.alone(1) as ran:
+            return ran is not None
+
+    def submit_three():
+        return [submit(lane, [number]) for number in range(3)]
+
+    monkeypatch.setattr(microbatch, "_PATIENCE", patience)
+    program.seconds = 0.01 if is_gone else 0.001
     program.hold(lane)
-    first = [submit(lane, [number]) for number in range(3)]
+    together = submit_three()
     program.go.set()
-    for future in first:
+    for future in together:
         future.result(PATIENCE)
-
-
-def is_idle(lane):
-    with lane.alone(1) as ran:
-        return ran is not None
-
-
-def test_callers_who_shared_a_run_share_the_next(lane, program, monkeypatch):
-    monkeypatch.setattr(microbatch, "_PATIENCE", 1000 * PATIENCE)
-    program.seconds = 0.001
-    share_a_run(lane, program)
-    assert not is_idle(lane)  # a call would run alone while the others wait
-    again = [submit(lane, [number]) for number in range(3)]
-    for future in again:
-        future.result(PATIENCE)  # nobody else is expected
-    assert submit(lane, range(MOST)).result(PATIENCE).tolist() == [*range(0, 2 * MOST, 2)]
-    assert program.runs == [[1], [1] * 3, [1] * 3, [MOST]]
-
-
-def test_a_caller_whose_company_is_gone_waits_no_longer(lane, program, monkeypatch):
-    monkeypatch.setattr(microbatch, "_PATIENCE", 0.1)
-    program.seconds = 0.01
-    share_a_run(lane, program)
-    assert submit(lane, [3]).result(PATIENCE).tolist() == [6]
-    wait_for(lambda: is_idle(lane))  # the result comes just before the end of the run
+    if is_gone:
+        assert submit(lane, [3]).result(PATIENCE).tolist() == [6]
+        wait_for(is_idle)  # the result comes just before the end of the run
+    else:
+        assert not is_idle()  # a call would run alone while the others wait
+        for future in submit_three():
+            future.result(PATIENCE)  # nobody else is expected
+        assert submit(lane, range(MOST)).result(PATIENCE).tolist() == [*range(0, 2 * MOST, 2)]
+        assert program.runs == [[1], [1] * 3, [1] * 3, [MOST]]
 
 
 def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane):
@@ -191,7 +189,9 @@ def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane):
     assert lane.drain(deadline_after(PATIENCE))
 
 
-def test_a_caller_runs_an_idle_program_itself(lane, program):
+def test_a_caller_runs_an_idle_program_itself_and_leaves_it_idle_after_an_error(lane):
+    with pytest.raises(KeyError), lane.alone(1):
+        raise KeyError
     with lane.alone(3) as ran:
         assert ran is not None
         ran.cost = Cost(5)
@@ -203,13 +203,7 @@ def test_a_caller_runs_an_idle_program_itself(lane, program):
     assert waiting.result(PATIENCE).tolist() == [8]
     found = metrics(lane)
     assert (found.succeeded, found.rows, found.runs, found.padded_rows) == (2, 4, 2, 5 + 7)
-
-
-def test_a_program_is_idle_again_after_an_error_of_a_caller(lane):
-    with pytest.raises(KeyError), lane.alone(1):
-        raise KeyError
-    assert submit(lane, [4]).result(PATIENCE).tolist() == [8]
-    assert (metrics(lane).succeeded, metrics(lane).finished["error"]) == (1, 1)
+    assert found.finished["error"] == 1
 
 
 def test_close_fails_what_waits_and_ends_the_thread(lane, program):
@@ -223,25 +217,11 @@ def test_close_fails_what_waits_and_ends_the_thread(lane, program):
     program.go.set()
     closing.join(PATIENCE)
     assert running.result(0).tolist() == [0]  # it waited for the end of the run
-    with pytest.raises(ClosedError):
-        submit(lane, [1])
-    with pytest.raises(ClosedError), lane.alone(1):
-        pass
+    for refused in (lambda: submit(lane, [1]), lane.alone(1).__enter__):
+        with pytest.raises(ClosedError):
+            refused()
     lane.close()
     assert not any(each.name == "prejit-microbatch" for each in threading.enumerate())
-
-
-def test_a_callback_may_submit(lane, program):
-    program.hold(lane)
-    late = submit(lane, [1], timeout=0.01)
-    more = []
-    late.add_done_callback(lambda _: more.append(submit(lane, [7])))
-    time.sleep(0.02)
-    program.go.set()
-    with pytest.raises(DeadlineError, match="expected a result within the timeout"):
-        late.result(PATIENCE)
-    assert more[0].result(PATIENCE).tolist() == [14]
-    assert program.runs == [[1], [1]], "the late one does not run"
 
 
 def test_sixteen_threads_get_their_own_rows(lane, program):
@@ -269,23 +249,19 @@ def test_every_end_of_a_call_is_counted_once(program):
     assert cancelled.cancel()
     assert running.cancel()
     late.deadline = time.monotonic()
-    # The server ends the wait of its client.
-    expired = submit(lane, [4])
-    expired.set_exception(DeadlineError("late"))
+    submit(lane, [4]).set_exception(DeadlineError("late"))  # the server ends the wait of its client
     with pytest.raises(QueueFullError):
         [submit(lane, [5]) for _ in range(9)]
     program.go.set()
     assert good.result(PATIENCE).tolist() == [6]
-    with pytest.raises(DeadlineError):
-        late.future.result(PATIENCE)
-    with pytest.raises(ValueError, match="no row"):
-        wrong.result(PATIENCE)
+    ended = ((DeadlineError, late.future), (ValueError, wrong), (CancelledError, cancelled))
+    for error, future in ended:
+        with pytest.raises(error):
+            future.result(PATIENCE)
     assert lane.drain(deadline_after(PATIENCE))
     with pytest.raises(ClosedError):
         submit(lane, [9])
     assert not program.rows & {1, 2, 4}, "what was cancelled or late did not run"
-    with pytest.raises(CancelledError):
-        cancelled.result()
     found = metrics(lane)
     assert (found.running, found.waiting) == (0, 0)
     ends = {reason: count for reason, count in found.finished.items() if count}

@@ -1,5 +1,6 @@
 """Calls of a real bundle's programs that share runs: every caller gets what `Bundle.call` gives."""
 
+import contextlib
 import threading
 
 import jax
@@ -93,67 +94,45 @@ def equal(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
-class Together:
-    """Submits calls that find the program running, so that they share runs."""
+@contextlib.contextmanager
+def together(calling, name):
+    """Yield what submits calls that find the program running, so that they share runs."""
+    with calling._lane(name).alone(0) as alone:
+        assert alone is not None
+        yield lambda *args, **kwargs: calling.submit(name, args, kwargs)
 
-    def __init__(self, calling, name):
-        self._calling, self._name = calling, name
-        self._futures = []
 
-    def __enter__(self):
-        self._alone = self._calling._lane(self._name).alone(0)
-        assert self._alone.__enter__() is not None
-        return self
-
-    def call(self, *args, **kwargs):
-        self._futures.append(self._calling.submit(self._name, args, kwargs))
-
-    def __exit__(self, *error):
-        self._alone.__exit__(None, None, None)
-
-    def results(self):
-        return [future.result(PATIENCE) for future in self._futures]
-
-    def counts(self):
-        calls, rows, padded_rows, runs = counts(self._calling, self._name)
-        return calls - 1, rows, padded_rows, runs - 1
+def results(futures):
+    return [future.result(PATIENCE) for future in futures]
 
 
 def test_callers_share_a_run_and_get_their_own_rows(bundle, calling):
     given = [x_of(count, seed) for seed, count in enumerate((1, 2, 3, 1))]
-    with Together(calling, "rows") as together:
-        for x in given:
-            together.call(x=x)
-    whole, first = bundle.call("rows", x=np.concatenate(given)), 0
-    for x, found in zip(given, together.results(), strict=True):
-        own = slice(first, first + len(x))
-        equal(found, jax.tree.map(lambda array, own=own: array[own], whole))
-        first += len(x)
-    assert together.counts() == (4, 7, 1, 1)
+    with together(calling, "rows") as call:
+        futures = [call(x=x) for x in given]
+    found = jax.tree.map(lambda *arrays: np.concatenate(arrays), *results(futures))
+    equal(found, bundle.call("rows", x=np.concatenate(given)))
+    assert counts(calling, "rows") == (5, 7, 1, 2)
 
 
-def test_a_lone_call_runs_in_its_own_thread(bundle, calling):
+def test_a_lone_call_runs_in_its_own_thread_in_turns_of_the_largest_bucket(bundle, calling):
     before = threading.active_count()
     for count in (1, 3, 8):
         equal(calling.call("rows", (), {"x": x_of(count)}), bundle.call("rows", x=x_of(count)))
     assert threading.active_count() == before
     assert counts(calling, "rows") == (3, 12, 1, 3)
-
-
-@pytest.mark.parametrize("count", [9, 16, 21])
-def test_more_rows_than_the_largest_bucket(bundle, calling, count):
-    found = calling.call("rows", (), {"x": x_of(count)})
-    parts = [bundle.call("rows", x=x_of(count)[at : at + 8]) for at in range(0, count, 8)]
-    equal(found, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
-    assert counts(calling, "rows")[3] == len(parts)
+    for count in (9, 16, 21):
+        runs = counts(calling, "rows")[3]
+        found = calling.call("rows", (), {"x": x_of(count)})
+        parts = [bundle.call("rows", x=x_of(count)[at : at + 8]) for at in range(0, count, 8)]
+        equal(found, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
+        assert counts(calling, "rows")[3] == runs + len(parts)
 
 
 def test_results_belong_to_their_caller_and_arguments_may_change_after_submit(calling, bundle):
-    with Together(calling, "rows") as together:
-        together.call(x=x_of(1, 1))
-        together.call(x=x_of(1, 2))
-        together.call(x=jnp.asarray(x_of(1, 2)))
-    mine, theirs, of_jax = together.results()
+    with together(calling, "rows") as call:
+        futures = [call(x=x_of(1, 1)), call(x=x_of(1, 2)), call(x=jnp.asarray(x_of(1, 2)))]
+    mine, theirs, of_jax = results(futures)
     kept = theirs["y"].copy()
     mine["y"][:] = 0
     np.testing.assert_array_equal(theirs["y"], kept)
@@ -164,18 +143,14 @@ def test_results_belong_to_their_caller_and_arguments_may_change_after_submit(ca
     expected = bundle.call("rows", x=x)
     donated = bundle.call("donated", x_of(4))
     changing = x_of(4)
-    with Together(calling, "rows") as together, Together(calling, "donated") as others:
-        together.call(x=x)
-        others.call(changing)
+    with together(calling, "rows") as call, together(calling, "donated") as call_other:
+        futures = [call(x=x), call_other(changing)]
         x[:] = changing[:] = 0
-    equal(together.results()[0], expected)
-    equal(others.results()[0], donated)
+    for found, right in zip(results(futures), (expected, donated), strict=True):
+        equal(found, right)
 
 
-def texts_of(*lengths):
-    return [np.random.default_rng(n).random((1, n), "f") for n in lengths]
-
-
+TEXTS = [np.random.default_rng(n).random((1, n), "f") for n in (3, 2, 10, 4, 16)]
 THREE = [x_of(4, seed) for seed in range(3)]
 
 
@@ -187,7 +162,7 @@ THREE = [x_of(4, seed) for seed in range(3)]
         ("powered", [((x_of(2),), {"power": power}) for power in (2, 3, 2)], (3, 6, 2, 2)),
         # The batch axis need not be the first. Other padded sizes, here 4 and 16, are cut for each caller.
         ("last", [((np.ones((3, n), "f") * n,), {}) for n in (1, 2, 5)], (3, 8, 0, 1)),
-        ("texts", [((x,), {}) for x in texts_of(3, 2, 10, 4, 16)], (5, 5, 3, 2)),
+        ("texts", [((x,), {}) for x in TEXTS], (5, 5, 3, 2)),
         # Programs whose rows may meet run alone.
         ("total", [((x,), {}) for x in THREE], (3, 0, 0, 3)),
         ("masked", [((), {"x": x}) for x in THREE], (3, 0, 0, 3)),
@@ -196,12 +171,12 @@ THREE = [x_of(4, seed) for seed in range(3)]
     ],
 )
 def test_calls_share_runs_where_they_may(bundle, calling, name, given, expected):
-    with Together(calling, name) as together:
-        for args, kwargs in given:
-            together.call(*args, **kwargs)
-    for (args, kwargs), found in zip(given, together.results(), strict=True):
+    with together(calling, name) as call:
+        futures = [call(*args, **kwargs) for args, kwargs in given]
+    for (args, kwargs), found in zip(given, results(futures), strict=True):
         equal(found, bundle.call(name, *args, **kwargs))
-    assert together.counts() == expected
+    calls, rows, padded_rows, runs = counts(calling, name)
+    assert (calls - 1, rows, padded_rows, runs - 1) == expected  # without the one that ran before
 
 
 @pytest.mark.parametrize(
@@ -227,13 +202,12 @@ def test_a_wrong_call_fails_at_once_as_in_bundle_call(bundle, calling, name, arg
 def test_after_close_no_program_takes_calls(calling):
     calling.call("rows", (), {"x": x_of(1)})
     assert calling.drain(None)
-    with pytest.raises(ClosedError, match="takes no more calls"):
-        calling.submit("rows", (), {"x": x_of(1)})
-    with pytest.raises(ClosedError, match="takes no more calls"):
-        calling.submit("last", (np.ones((3, 1), "f"),), {})  # it was never called
+    given = (("rows", (), {"x": x_of(1)}), ("last", (np.ones((3, 1), "f"),), {}))
+    for each in given:  # the second one was never called
+        with pytest.raises(ClosedError, match="takes no more calls"):
+            calling.submit(*each)
     calling.undrain()
-    calling.submit("rows", (), {"x": x_of(1)}).result(PATIENCE)
-    calling.submit("last", (np.ones((3, 1), "f"),), {}).result(PATIENCE)
+    results(calling.submit(*each) for each in given)
     calling.close()
     calling.undrain()
     with pytest.raises(ClosedError, match="found one that is closed"):

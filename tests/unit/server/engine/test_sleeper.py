@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +27,10 @@ def bundle(wide_dir):
 
 
 class Door:
+    """A room with memory, unless it is closed."""
+
     def __init__(self):
-        self.is_open = True
-        self.waited = []
+        self.is_open, self.waited = True, []
 
     def claim(self, sleeper, waited_seconds):
         self.waited.append(waited_seconds)
@@ -84,59 +84,35 @@ class Held:
         return np.ones(VOCABULARY, bool)
 
 
-def test_it_never_sleeps_while_a_request_runs_or_waits(engine):
-    held = Held()
-    running = engine.submit([1, 2], token_mask=held, **FEW)
-    assert held.began.wait(60)
-    assert not engine.sleep()
-    assert not engine.sleep(between=True)
-    held.ends.set()
-    assert len(running.result(60).token_ids) == 4
-    wait_for(engine.sleep)
-
-
-def test_a_request_waits_for_memory_until_it_is_there_or_its_time_is_over(engine, door):
-    door.is_open = False
-    with pytest.raises(DeadlineError):
-        engine.generate([1, 2], timeout=0.05, **FEW)
-    cancelled, waiting = (engine.submit([1, 2], **FEW) for _ in range(2))
-    assert cancelled.cancel()
-    with pytest.raises(NoRoomError, match=r"expected [\d,]+ bytes for caches and programs"):
-        engine.wake()
-    assert not engine.drain(0.05)
-    assert engine.sleeper.is_sleeping
-    assert not waiting.done()
-    door.is_open = True
-    assert len(waiting.result(60).token_ids) == 4
-    assert engine.drain(60)  # it went on while the engine drained
-    assert max(door.waited) >= 0.05
-
-
-def test_a_wait_that_was_given_up_does_not_count_for_the_next_one(engine, door):
+def test_a_request_waits_for_memory_from_its_own_beginning_to_its_end_or_that_of_the_engine(
+    engine, door
+):
     door.is_open = False
     with pytest.raises(DeadlineError):
         engine.generate([1, 2], timeout=0.3, **FEW)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(NoRoomError, match=r"expected [\d,]+ bytes for caches and programs"):
         engine.wake()
     door.is_open, door.waited = True, []
     assert len(engine.generate([1, 2], **FEW).token_ids) == 4
-    assert max(door.waited) < 0.3
-
-
-def test_a_refused_wake_does_not_begin_the_wait_of_a_request_anew(engine, door):
+    assert max(door.waited) < 0.3  # a wait that was given up does not count for the next one
+    wait_for(engine.sleep)
     door.is_open = False
-    waiting = engine.submit([1, 2], **FEW)
+    cancelled, waiting = (engine.submit([1, 2], **FEW) for _ in range(2))
+    assert cancelled.cancel()
     for _ in range(10):
         time.sleep(0.05)
         with pytest.raises(NoRoomError):
             engine.wake()
+    assert not engine.drain(0.05)
+    assert engine.sleeper.is_sleeping
+    assert not waiting.done()
     door.is_open, door.waited = True, []
     assert len(waiting.result(60).token_ids) == 4
-    assert max(door.waited) >= 0.5
-
-
-def test_who_closes_it_while_it_waits_for_memory_waits_for_nothing(engine, door):
-    door.is_open = False
+    assert engine.drain(60)  # it went on while the engine drained
+    assert max(door.waited) >= 0.5  # a refused wake does not begin a wait anew
+    engine.undrain()
+    wait_for(engine.sleep)
+    door.is_open, door.waited = False, []
     waiting = engine.submit([1, 2], **FEW)
     wait_for(lambda: door.waited)
     engine.close()
@@ -145,10 +121,14 @@ def test_who_closes_it_while_it_waits_for_memory_waits_for_nothing(engine, door)
     assert engine.sleeper.is_sleeping
 
 
-def test_a_busy_engine_begins_nothing_while_another_one_asks_for_its_memory(engine):
+def test_a_busy_engine_does_not_sleep_and_begins_nothing_while_another_one_asks_for_its_memory(
+    engine,
+):
     held, ends = Held(), threading.Event()
     running = engine.submit([1, 2], token_mask=held, **FEW)
     assert held.began.wait(60)
+    assert not engine.sleep()
+    assert not engine.sleep(between=True)
 
     def ask():
         while not ends.is_set() and not engine.sleep(between=True):
@@ -221,13 +201,8 @@ def test_functions_wake_it_too(settled_dir, door):
 def test_requests_that_come_while_it_falls_asleep_are_answered(engine, bundle):
     expected = bundle.generate([1, 2], **FEW).token_ids
     ends = threading.Event()
-
-    def disturb():
-        forever = itertools.takewhile(lambda _: not ends.is_set(), itertools.count())
-        return sum(engine.sleep() for _ in forever)
-
     with ThreadPoolExecutor(5) as pool:
-        sleeping = pool.submit(disturb)
+        sleeping = pool.submit(lambda: sum(engine.sleep() for _ in iter(ends.is_set, True)))
         found = pool.map(lambda _: engine.generate([1, 2], **FEW).token_ids, range(40))
         assert all(each == expected for each in found)
         ends.set()

@@ -7,28 +7,21 @@ import pytest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.gate.api_keys import ANYBODY, Keys
 
-TEXT = (
-    "# who may\n\nalice: 0123456789abcdef\n  fedcba9876543210  \nbob@example.org:  sk-0000000000\n"
-)
-
-
-def found_name(keys, header):
-    found = keys.find(header)
-    return None if found is None else found.name
-
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr("prejit.server.gate.api_keys._LOOK_SECONDS", 0.0)
     return tmp_path / "keys.txt"
 
 
 def test_each_key_has_its_owner_and_limits_and_no_other_header_is_a_key(file):
-    file.write_text(TEXT)
+    given = ("# who may\n", "alice: 0123456789abcdef", "  fedcba9876543210  ")
+    file.write_text("\n".join((*given, "bob@example.org:  sk-0000000000\n")))
     keys = Keys(file)
     assert len(keys) == 3
-    assert found_name(keys, "Bearer 0123456789abcdef") == "alice"
-    assert found_name(keys, "bearer  fedcba9876543210") == "key-4"
-    assert found_name(keys, "Bearer sk-0000000000") == "bob@example.org"
+    assert keys.find("Bearer 0123456789abcdef").name == "alice"
+    assert keys.find("bearer  fedcba9876543210").name == "key-4"
+    assert keys.find("Bearer sk-0000000000").name == "bob@example.org"
     for header in (
         *("", "Bearer", "Bearer ", "0123456789abcdef", "Basic 0123456789abcdef"),
         *("Bearer 0123456789abcde", "Bearer 0123456789abcdef0", "Bearer alice", "Bearer \xff\xfe"),
@@ -52,27 +45,21 @@ def test_each_key_has_its_owner_and_limits_and_no_other_header_is_a_key(file):
 
 def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(file):
     for content in (
-        b"a: 0123456789 and more\n",
-        b"a: 0123456789 limit=1\n",
-        b"a: 0123456789 waiting=0\n",
-        b"a: 0123456789 running=2 running=3\n",
-        b"a: 0123456789 priority=5\n",
-        b"a: 0123456789 priority=5..1\n",
+        *(b"a: 0123456789 and more\n", b"a: 0123456789 limit=1\n", b"a: 0123456789 waiting=0\n"),
+        *(b"a: 0123456789 priority=5\n", b"a: 0123456789 priority=5..1\n"),
         *(b"", b"\n# nothing\n", b"short\n", b"two words\n", b"name: short\n", b"name:\n"),
-        b"a: 0123456789\na: 9876543210\n",
-        b"a: 0123456789\nb: 0123456789\n",
-        b"a: \xff\xfe\xfd0123456789\n",
-        b"k" * 300,
-        b"k" * (2 << 20),
+        *(b"a: 0123456789\na: 9876543210\n", b"a: 0123456789\nb: 0123456789\n"),
+        *(b"a: 0123456789 running=2 running=3\n", b"a: \xff\xfe\xfd0123456789\n"),
+        *(b"k" * 300, b"k" * (2 << 20)),
     ):
         file.write_bytes(content)
         with pytest.raises(UsageError, match=r"keys\.txt") as caught:
             Keys(file)
         assert "0123456789" not in caught.value.describe()
+    another = "found another word"
     for limits, expected in (
-        ("waitng=4", "found another word\n\nhint: did you mean waiting=?"),
-        ("running=2 running=3", "found running twice"),
-        ("MTIz=0123456789", "found another word"),
+        ("waitng=4", f"{another}\n\nhint: did you mean waiting=?"),
+        *(("running=2 running=3", "found running twice"), ("MTIz=0123456789", another)),
     ):
         file.write_text(f"a: sk-000000 {limits}\n")
         with pytest.raises(UsageError) as caught:
@@ -83,46 +70,37 @@ def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(file):
             Keys(path)
 
 
-def test_a_file_that_changes_is_read_again(file, monkeypatch, capsys, caplog):
+def test_a_file_that_changes_is_read_again_and_no_other(file, monkeypatch, capsys, caplog):
     caplog.set_level("DEBUG", "prejit")
-    monkeypatch.setattr("prejit.server.gate.api_keys._LOOK_SECONDS", 0.0)
     line = "alice: sk-000000 tokens_per_minute=600\n"
     file.write_text(line + "bob: sk-111111\n")
     keys = Keys(file)
     alice = keys.find("Bearer sk-000000")
-    assert alice
-    assert alice.meter
     alice.meter.spend(700)
     file.write_text(line + "bob: sk-222222\n")  # in place, with the same size
     assert keys.find("Bearer sk-111111") is None
-    assert found_name(keys, "Bearer sk-222222") == "bob"
-    again = keys.find("Bearer sk-000000")
-    assert again
-    assert again.meter is alice.meter  # a change of the file gives no tokens back
+    assert keys.find("Bearer sk-222222").name == "bob"
+    # A change of the file gives no tokens back.
+    assert keys.find("Bearer sk-000000").meter is alice.meter
     for content in ("bob: no\n", None, ""):
         if content is None:
             file.unlink()
         else:
             file.write_text(content)
         for _ in range(3):
-            assert found_name(keys, "Bearer sk-222222") == "bob"
+            assert keys.find("Bearer sk-222222").name == "bob"
         said = capsys.readouterr().err
         assert said.count("The keys of before stay valid.") == 1
         assert "sk-2" not in said
     (file.parent / "new").write_text("carol: sk-333333\n")
     (file.parent / "new").rename(file)
     assert keys.find("Bearer sk-222222") is None
-    assert found_name(keys, "Bearer sk-333333") == "carol"
+    assert keys.find("Bearer sk-333333").name == "carol"
     assert f"{file}: read again: 1 keys" in caplog.text
     assert "sk-" not in caplog.text
-
-
-def test_a_file_that_does_not_change_is_not_read_again(file, monkeypatch):
-    monkeypatch.setattr("prejit.server.gate.api_keys._LOOK_SECONDS", 0.0)
-    file.write_text(TEXT)
     os.utime(file, (1_700_000_000, 1_700_000_000))
     monkeypatch.setattr("prejit.server.gate.api_keys._SETTLED_SECONDS", -1.0)  # its ctime is now
     keys = Keys(file)
     monkeypatch.setattr("prejit.server.gate.api_keys._content", None)
     for _ in range(3):
-        assert found_name(keys, "Bearer sk-0000000000") == "bob@example.org"
+        assert keys.find("Bearer sk-333333").name == "carol"

@@ -7,50 +7,39 @@ import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 
-from prejit.runtime.errors import (
-    ClosedError,
-    ContextError,
-    DeadlineError,
-    NumbersError,
-    QueueFullError,
-    RejectError,
-    UsageError,
-)
+from prejit.runtime import errors
 from prejit.server.gate.http_errors import ApiError, as_api_error, response
 from prejit.server.served.served import ModelNotFoundError
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code"),
+    ("error", "status", "code", "after"),
     [
-        (UsageError("top_p: expected less", hint="try 1"), 400, "usage"),
-        (ContextError("too long"), 400, "context_length_exceeded"),
-        (ModelNotFoundError("model: no"), 404, "model_not_found"),
-        (QueueFullError("full", retry_after=2.2), 429, "queue_full"),
-        (ClosedError("closed"), 503, "closed"),
-        (DeadlineError("late"), 504, "deadline"),
-        (NumbersError("NaN"), 500, "no_numbers"),
-        (RejectError("/srv/secret/path", "damaged"), 500, "reject"),
-        (ValueError("a secret"), 500, "internal"),
-        (HTTPException(405), 405, None),
-        (ApiError(418, "a teapot", code="tea"), 418, "tea"),
+        (errors.UsageError("top_p: expected less", hint="try 1"), 400, "usage", None),
+        (errors.ContextError("too long"), 400, "context_length_exceeded", None),
+        (ModelNotFoundError("model: no"), 404, "model_not_found", None),
+        (errors.QueueFullError("full", retry_after=2.2), 429, "queue_full", "3"),
+        (errors.QueueFullError("idle", retry_after=0), 429, "queue_full", "1"),
+        (errors.ClosedError("closed"), 503, "closed", "1"),
+        (errors.DeadlineError("late"), 504, "deadline", None),
+        (errors.NumbersError("NaN"), 500, "no_numbers", None),
+        (errors.RejectError("/srv/secret/path", "damaged"), 500, "reject", None),
+        (ValueError("a secret"), 500, "internal", None),
+        (HTTPException(405), 405, None, None),
+        (ApiError(418, "a teapot", code="tea"), 418, "tea", None),
     ],
 )
-def test_each_error_has_its_status(error, status, code):
+def test_each_error_has_its_status_and_who_should_come_again_learns_when(
+    error, status, code, after
+):
     found = as_api_error(error)
     assert (found.status, found.code) == (status, code)
     content = json.loads(bytes(response(found, "/v1/completions").body))
     assert content["error"].keys() == {"message", "type", "param", "code"}
     assert "secret" not in content["error"]["message"]
-    assert json.loads(bytes(response(found, "/v2/models/x/infer").body)) == {
-        "error": content["error"]["message"]
-    }
-
-
-def test_those_who_should_come_again_learn_when():
-    assert as_api_error(QueueFullError("full", retry_after=2.2)).headers == {"Retry-After": "3"}
-    assert as_api_error(QueueFullError("full", retry_after=0)).headers == {"Retry-After": "1"}
-    assert as_api_error(ClosedError("closed")).headers == {"Retry-After": "1"}
+    other = json.loads(bytes(response(found, "/v2/models/x/infer").body))
+    assert other == {"error": content["error"]["message"]}
+    assert found.headers == ({} if after is None else {"Retry-After": after})
 
 
 class Message(msgspec.Struct):

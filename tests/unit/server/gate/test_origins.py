@@ -1,7 +1,5 @@
 """A web page that reaches a server of this machine must not use it, by its own name or by another's."""
 
-import pytest
-
 from prejit.server.gate.http_errors import ApiError
 from prejit.server.gate.origins import Origins
 
@@ -18,35 +16,26 @@ def check(origins, method, **headers):
     return ""
 
 
-@pytest.mark.parametrize(
-    ("host", "passes"),
-    [
-        *(("localhost", True), ("localhost:8000", True), ("LocalHost.:80", True)),
-        *(("127.0.0.1:8000", True), ("[::1]:8000", True), ("10.1.2.3:8000", True)),
-        *(("me.localhost:1", True), ("app.example", True)),
-        *(("evil.example", False), ("evil.example:8000", False), ("localhost.evil.example", False)),
-        *(("notlocalhost", False), ("127.0.0.1.evil.example", False), ("[evil", False)),
-        *(("localhost@evil.example", False), ("\xff", False)),
-    ],
-)
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_foreign_host_is_refused(host, passes, method):
-    assert check(OWN, method, host=host) == ("" if passes else "foreign_host")
+def test_a_foreign_host_is_refused():
+    own = "localhost localhost:8000 LocalHost.:80 127.0.0.1:8000 [::1]:8000 10.1.2.3:8000"
+    foreign = "evil.example evil.example:8000 localhost.evil.example notlocalhost"
+    foreign += " 127.0.0.1.evil.example [evil localhost@evil.example \xff"
+    for method in ("GET", "POST"):
+        for host in (*own.split(), "me.localhost:1", "app.example"):
+            assert check(OWN, method, host=host) == "", host
+        for host in foreign.split():
+            assert check(OWN, method, host=host) == "foreign_host", host
 
 
-@pytest.mark.parametrize(
-    ("origin", "passes"),
-    [
-        *(("http://127.0.0.1:8000", True), ("http://localhost:3000", True), ("http://[::1]", True)),
-        *(("https://app.example", True), ("https://app.example:8443", False)),
-        *(("https://evil.example", False), ("http://203.0.113.5", False), ("null", False)),
-        *(("http://localhost.evil.example", False), ("file://", False), ("http://[", False)),
-    ],
-)
-def test_a_foreign_page_changes_nothing(origin, passes):
-    asked = {"host": "127.0.0.1:8000", "origin": origin}
-    assert check(OWN, "POST", **asked) == ("" if passes else "foreign_origin")
-    assert check(OWN, "GET", **asked) == ""
+def test_a_foreign_page_changes_nothing():
+    own = "http://127.0.0.1:8000 http://localhost:3000 http://[::1] https://app.example"
+    foreign = "https://app.example:8443 https://evil.example http://203.0.113.5 null"
+    foreign += " http://localhost.evil.example file:// http://["
+    for origin in (*own.split(), *foreign.split()):
+        asked = {"host": "127.0.0.1:8000", "origin": origin}
+        refusal = "foreign_origin" if origin in foreign.split() else ""
+        assert check(OWN, "POST", **asked) == refusal, origin
+        assert check(OWN, "GET", **asked) == ""
 
 
 def test_pages_of_the_server_itself_and_of_all_origins_may_use_it():

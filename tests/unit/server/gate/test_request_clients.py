@@ -1,6 +1,7 @@
 """One key gets no more than its share and learns nothing of others; who goes ends what it waits for."""
 
 import asyncio
+import contextlib
 import gc
 
 import httpx
@@ -27,9 +28,8 @@ metered: sk-metered tokens_per_minute=60
 @pytest.fixture(scope="module")
 def served(wide_dir):
     bundle = load(wide_dir, on_mismatch="error")
-    engine = Engine(bundle, slots=2, queue=4)
-    yield Served("m", bundle, engine, 1_700_000_000)
-    engine.close()
+    with contextlib.closing(Engine(bundle, slots=2, queue=4)) as engine:
+        yield Served("m", bundle, engine, 1_700_000_000)
 
 
 @pytest.fixture
@@ -51,8 +51,7 @@ def test_a_key_has_no_priority_outside_of_its_range(server, served):
         *(("other-0", -1, 400), ("other-0", -2_000_000_000, 400), ("other-0", 5, 200)),
         *(("urgent-", -5, 200), ("urgent-", 6, 400), ("late-00", 0, 400), ("late-00", None, 200)),
     ):
-        fields = {} if given is None else {"priority": given}
-        found = ask(server, key, **fields)
+        found = ask(server, key, **({} if given is None else {"priority": given}))
         assert found.status_code == status
         if status == 400:
             assert found.json()["error"]["param"] == "priority"
@@ -83,14 +82,13 @@ def test_a_key_has_no_more_than_its_share_and_finds_no_prompt_of_another(server)
     assert cached("urgent-") == 0
 
 
-async def gone():
-    await asyncio.sleep(0)
-    return {"type": "http.disconnect"}
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_several_values_that_nobody_waits_for_any_more_are_no_news(count):
     reported = []
+
+    async def gone():
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
 
     async def leave():
         loop = asyncio.get_running_loop()

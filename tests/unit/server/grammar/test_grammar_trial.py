@@ -1,7 +1,7 @@
 """Grammars of strangers: none of them hangs, fills or ends the process that serves."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.extent import sampled
@@ -32,17 +32,13 @@ def chain(count):
 RULES = (
     "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "a"\n' for i in range(9_000)) + 'r9000: "x"'
 )
+BOTH = "start: A\nA: " r"/(.*(\d)?\d){1,101}/ & /((.*\d|\p{L}){1,101}){100}/"
+DIVISOR = {"type": "integer", "multipleOf": 99_999_999}
 HOSTILE = {  # `make test` comes to each limit by one form of a source, `make test-all` by both
-    "divisor": (
-        schema_source({"type": "integer", "multipleOf": 99_999_999}),
-        "more than 2 seconds",
-    ),
+    "divisor": (schema_source(DIVISOR), "more than 2 seconds"),
     "references": (schema_source(chain(3_000)), "nested too deeply"),
     "rules": (lark_source(RULES), "nested too deeply"),
-    "intersection": (
-        lark_source("start: A\nA: " r"/(.*(\d)?\d){1,101}/ & /((.*\d|\p{L}){1,101}){100}/"),
-        "more than 2 seconds",
-    ),
+    "intersection": (lark_source(BOTH), "more than 2 seconds"),
 }
 
 
@@ -54,6 +50,7 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(bundle, grammars
     assert error.value.hint == "send a smaller or simpler one"
     mask = grammars.mask(regex_source(f"[ab]{{1,3}}|{name}"))
     assert mask.accepts(bundle.tokenizer.encode("ab"))
+    assert mask.again().accepts(bundle.tokenizer.encode("ab"))  # a new mask begins at the beginning
 
 
 def test_a_wrong_grammar_has_the_same_error_as_without_a_trial(bundle, grammars):
@@ -68,31 +65,17 @@ def test_a_wrong_grammar_has_the_same_error_as_without_a_trial(bundle, grammars)
 
 
 def test_a_compilation_that_nobody_waits_for_ends(grammars):
-    source, _ = HOSTILE["divisor"]
-    ended = threading.Event()
-
-    def compile_it():
-        with pytest.raises(UsageError):
-            grammars.mask(source)
-        ended.set()
-
-    thread = threading.Thread(target=compile_it)
-    thread.start()
-    while not ended.is_set():  # the process may not have begun yet
-        grammars.stop_trial()
-        ended.wait(0.01)
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(grammars.mask, HOSTILE["divisor"][0])
+        while not compiling.done():  # the process may not have begun yet
+            grammars.stop_trial()
+            time.sleep(0.01)
+    assert isinstance(compiling.exception(), UsageError)
 
 
 def test_kept_grammars_are_counted_by_their_memory(bundle, monkeypatch):
-    asked = []
-    ask = _Process.ask
-
-    def count(self, source):
-        asked.append(source)
-        return ask(self, source)
-
-    monkeypatch.setattr(_Process, "ask", count)
+    asked, ask = [], _Process.ask
+    monkeypatch.setattr(_Process, "ask", lambda *given: asked.append(given[1]) or ask(*given))
     monkeypatch.setattr(module, "_KEPT_BYTES", 20 << 20)
     grammars = Grammars(bundle, of_strangers=True)
     # 23 MB by a source of 60 characters, so that only a measurement finds it
@@ -119,10 +102,3 @@ def test_masks_that_take_long_end_their_own_request(bundle, grammars):
         follow()
     assert time.thread_time() - started < 10
     assert grammars.mask(source)([]).any()
-
-
-def test_a_new_mask_of_a_grammar_begins_at_its_beginning(bundle, grammars):
-    mask = grammars.mask(regex_source("ab?"))
-    letters = bundle.tokenizer.encode("ab")
-    assert mask.accepts(letters)
-    assert mask.again().accepts(letters)

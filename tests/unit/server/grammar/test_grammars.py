@@ -1,23 +1,25 @@
 """Grammars of a bundle: what they take, what they refuse and how, and that each is compiled once."""
 
+import functools
+
 import pytest
 
 from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
 from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.schema_paths import error_path
 from prejit.server.grammar.tool_call_grammar import ToolForm
 
 
 def nested(depth):
-    schema = {"type": "object"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
+    return functools.reduce(lambda schema, _: {"items": schema}, range(depth), {"type": "object"})
 
 
-def accepts(bundle, mask, text):
-    return bool(mask.accepts(bundle.tokenizer.encode(text)))
+def check(bundle, mask, good, bad):
+    """Check that a mask accepts all good texts, and no bad one."""
+    found = {text: bool(mask.accepts(bundle.tokenizer.encode(text))) for text in (*good, *bad)}
+    assert found == dict.fromkeys(good, True) | dict.fromkeys(bad, False)
 
 
 TWO = {
@@ -44,9 +46,7 @@ BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
     ],
 )  # fmt: skip
 def test_a_grammar_takes_its_texts_and_no_others(bundle, grammars, make, good, bad):
-    mask = make(grammars)
-    assert [text for text in good if not accepts(bundle, mask, text)] == []
-    assert [text for text in bad if accepts(bundle, mask, text)] == []
+    check(bundle, make(grammars), good, bad)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,17 @@ def test_what_is_no_schema_is_refused(grammars, schema, message):
         grammars.json_schema(schema)
 
 
-def test_what_is_no_regular_expression_or_lark_grammar_is_refused(grammars):
+def test_what_is_no_regular_expression_no_lark_grammar_or_has_no_text_is_refused(
+    grammars, bundle_dir, decoder_dir
+):
     with pytest.raises(UsageError, match="look-around") as error:
         grammars.regex("(?<=b)a")
     assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match=r"^grammar: expected a Lark grammar: .*unknown name"):
         grammars.lark("start: foo")
+    for path, why in ((bundle_dir, "holds no decoder"), (decoder_dir, "no tokenizer")):
+        with pytest.raises(UsageError, match=why):
+            Grammars(load(path))
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
@@ -87,12 +92,6 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
     for pattern, compiled in (("a", 1), ("b", 2), ("a", 2), ("b", 2), ("c", 3), ("b", 3), ("a", 4)):
         assert grammars.regex(pattern)([]).any()
         assert len(sources) == compiled
-
-
-def test_a_bundle_without_text_has_no_grammars(bundle_dir, decoder_dir):
-    for path, why in ((bundle_dir, "holds no decoder"), (decoder_dir, "no tokenizer")):
-        with pytest.raises(UsageError, match=why):
-            Grammars(load(path))
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}},
@@ -118,8 +117,7 @@ WRONG = CALL.replace('"ab"', "12")
 )  # fmt: skip
 def test_answers_call_tools_as_the_request_allows(bundle, grammars, required, parallel, good, bad):
     mask = grammars.tools(TOOLS, ToolForm(), required=required, parallel=parallel)
-    assert [text for text in good if not accepts(bundle, mask, text)] == []
-    assert [text for text in bad if accepts(bundle, mask, text)] == []
+    check(bundle, mask, good, bad)
 
 
 def test_markers_references_and_keywords_of_tools(bundle, grammars):
@@ -133,19 +131,15 @@ def test_markers_references_and_keywords_of_tools(bundle, grammars):
     letters = [bundle.tokenizer.encode(letter)[0] for letter in "[CALL]"]
     assert not grammars.tools(TOOLS, form, required=True).accepts([*letters, *body])
     form = ToolForm(begin="", end="", arguments_key="parameters")
-    mask = grammars.tools(TOOLS, form)
-    assert accepts(bundle, mask, '{"name": "now", "parameters": {}}')
-    assert accepts(bundle, mask, "")
-    assert accepts(bundle, mask, "a {")
-    assert not accepts(bundle, mask, '{"name": "then", "parameters": {}}')
-    assert not accepts(bundle, grammars.tools(TOOLS, form, required=True), "a {")
+    call = '{"name": "%s", "parameters": {}}'
+    check(bundle, grammars.tools(TOOLS, form), (call % "now", "", "a {"), (call % "then",))
+    check(bundle, grammars.tools(TOOLS, form, required=True), (), ("a {",))
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/bit"}},
                   "required": ["x"], "$defs": {"bit": {"enum": [0, 1]}}}  # fmt: skip
     tool = {"function": {"name": "flip", "parameters": parameters, "strict": True}}
     mask = grammars.tools([tool], ToolForm(), required=True)
     call = '<tool_call>\n{"name": "flip", "arguments": {"x": %d}}\n</tool_call>'
-    assert accepts(bundle, mask, call % 1)
-    assert not accepts(bundle, mask, call % 2)
+    check(bundle, mask, (call % 1,), (call % 2,))
     tool = {"function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
     assert grammars.tools([tool], ToolForm(), required=True)([]).any()
 
@@ -165,3 +159,44 @@ def test_markers_references_and_keywords_of_tools(bundle, grammars):
 def test_a_wrong_tool_is_named(grammars, tools, message):
     with pytest.raises(UsageError, match=message):
         grammars.tools(tools, ToolForm())
+
+
+BAD = {"type": "string", "pattern": "(?=a)b"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "foo"}, ""),
+        ({"properties": {"a/b~": {"items": {"anyOf": [{"type": "null"}, BAD]}}}},
+         "/properties/a~1b~0/items/anyOf/1"),
+        ({"type": "array", "prefixItems": [True, {"not": {}}]}, "/prefixItems/1"),
+        ({"$defs": {"n": {"additionalProperties": BAD}}, "properties": {"k": {"$ref": "#/$defs/n"}}},
+         "/$defs/n/additionalProperties"),
+        ({"properties": {"k": {"$ref": "https://other.example/s"}}}, "/properties/k"),
+        ({"properties": {"all": {"$ref": "#"}, "bad": {"type": "string", "format": "shoe-size"}}},
+         "/properties/bad"),
+        ({"properties": {"a": False}, "type": "object", "required": ["a"]}, ""),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ""),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_part_of_the_schema(grammars, schema, path):
+    with pytest.raises(UsageError) as error:
+        grammars.json_schema(schema)
+    assert str(error.value).startswith(f"schema{path}: expected a JSON schema that a grammar can ")
+    assert "\n" not in str(error.value)
+    assert error.value.hint
+
+
+def test_the_search_for_a_place_ends():
+    tried = []
+
+    def error_of(schema):
+        tried.append(schema)
+        return "wrong"
+
+    assert error_path({"anyOf": [{}] * 3}, "wrong", error_of) == "/anyOf/0"
+    assert error_path(nested(2000), "wrong", error_of) == ""  # deeper than Python recurses
+    tried.clear()
+    assert error_path({"anyOf": [{}] * 5000}, "other", error_of) == ""
+    assert len(tried) == 500

@@ -50,28 +50,17 @@ def tensor(name, value, datatype, *, binary):
     return found.set_data_from_numpy(value, binary_data=binary)
 
 
-TEXTS = ("1", "true", '"1"', "1", '["float","0x1.8000000000000p+0"]', '["tuple",[1,2]]')
-
-
 def test_static_values_that_python_calls_equal_are_listed_each(bundle):
-    buckets = [replace(bundle.config.programs[0], static={"k": text}) for text in TEXTS]
+    texts = ("1", "true", '"1"', "1", '["float","0x1.8000000000000p+0"]', '["tuple",[1,2]]')
+    buckets = [replace(bundle.config.programs[0], static={"k": text}) for text in texts]
     assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'", "1.5", "'(1, 2)'"]
 
 
-@pytest.mark.parametrize(("name", "near"), [("scroe", "score"), ("example.nset", "example.nest")])
-def test_a_model_that_is_not_there_names_the_nearest(name, near, server):
-    found = httpx.get(f"{server.url}/v2/models/{name}")
-    assert found.status_code == 404
-    assert f"(did you mean '{near}'?)" in found.json()["error"]
-
-
 def test_the_server_and_its_models_are_found(client):
-    assert client.is_server_live()
-    assert client.is_server_ready()
+    assert (client.is_server_live(), client.is_server_ready()) == (True, True)
     assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
     for name in ("score", "example.score"):
-        assert client.is_model_ready(name)
-        assert client.is_model_ready(name, "1")
+        assert (client.is_model_ready(name), client.is_model_ready(name, "1")) == (True, True)
         found = client.get_model_metadata(name)
         assert found["name"] == name
         assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
@@ -90,23 +79,21 @@ def test_the_server_and_its_models_are_found(client):
 )
 def test_an_inference_is_what_a_call_gives(client, bundle, binary, binary_out, rows):
     x = np.random.default_rng(rows).standard_normal((rows, 16), np.float32)
-    outputs = None
-    if binary_out is not None:
-        outputs = [triton.InferRequestedOutput("result", binary_data=binary_out)]
+    wanted = [triton.InferRequestedOutput("result", binary_data=bool(binary_out))]
+    outputs = None if binary_out is None else wanted
     inputs = [tensor("x", x, "FP32", binary=binary)]
     found = client.infer("score", inputs, outputs=outputs, request_id="7")
     np.testing.assert_array_equal(found.as_numpy("result"), bundle.call("score", x=x))
-    assert found.get_response()["id"] == "7"
-    assert found.get_response()["model_name"] == "score"
+    response = found.get_response()
+    assert (response["id"], response["model_name"]) == ("7", "score")
 
 
 def test_nested_trees_are_tensors_by_path(client, bundle):
     half = np.array([1, 2, 3], ml_dtypes.bfloat16)
-    count = np.array([[1, 2], [3, 4]], np.int32)
     inputs = [
         tensor("tree.pair.1", np.array(True), "BOOL", binary=False),
         tensor("tree.half", half, "BF16", binary=True),
-        tensor("tree.pair.0", count, "INT32", binary=False),
+        tensor("tree.pair.0", np.array([[1, 2], [3, 4]], np.int32), "INT32", binary=False),
     ]
     found = client.infer("nest", inputs)
     np.testing.assert_array_equal(found.as_numpy("sums.0").astype(np.float32), [2, 4, 6])
@@ -142,9 +129,8 @@ def test_a_wrong_inference_is_an_error_that_names_it(client, name, inputs, messa
 
 def infer(server, content, headers=None):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return httpx.post(
-        f"{server.url}/v2/models/score/infer", content=body, headers=headers, timeout=60
-    )
+    url = f"{server.url}/v2/models/score/infer"
+    return httpx.post(url, content=body, headers=headers, timeout=60)
 
 
 def of(**changed):
@@ -218,11 +204,14 @@ def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(server):
     for method, path, status in wrong:
         found = httpx.request(method, f"{server.url}/v2/{path}", timeout=60)
         assert (found.status_code, found.json().keys()) == (status, {"error"}), path
+    for name, near in (("scroe", "score"), ("example.nset", "example.nest")):
+        found = httpx.get(f"{server.url}/v2/models/{name}")
+        assert found.status_code == 404
+        assert f"(did you mean '{near}'?)" in found.json()["error"]
 
 
-def test_a_server_that_is_not_ready_says_so(bundle):
-    models = Models()
-    with running(models, Settings()) as server:
+def test_a_server_that_is_not_ready_says_so():
+    with running(Models(), Settings()) as server:
         for path in ("/v2/health/ready", "/v2/models/score", "/v2/models/score/ready"):
             found = httpx.get(server.url + path, timeout=60)
             assert found.status_code == 503
@@ -231,40 +220,22 @@ def test_a_server_that_is_not_ready_says_so(bundle):
         assert httpx.get(f"{server.url}/v2/health/live", timeout=60).json() == {"live": True}
 
 
-class Never(CallingEngine):
-    def __init__(self, bundle):
-        super().__init__(bundle)
-        self.futures = []
-
-    def submit_client_call(self, *given, **arguments):
-        self.futures.append(Future())
-        return self.futures[-1]
-
-
-def never(bundle):
-    engine = Never(bundle)
-    return engine, Models(Served(bundle.name, bundle, engine, 1))
-
-
-def test_a_client_that_leaves_cancels_its_call(bundle):
-    engine, models = never(bundle)
+def test_a_client_that_leaves_cancels_its_call_and_one_that_takes_too_long_is_504(bundle):
+    engine, futures = CallingEngine(bundle), []
+    engine.submit_client_call = lambda *_, **__: futures.append(Future()) or futures[-1]
+    models = Models(Served(bundle.name, bundle, engine, 1))
     with running(models, Settings()) as server:
         with server.send("/v2/models/score/infer", of()):
-            wait_for(lambda: engine.futures)
-            assert not engine.futures[0].done()
-        wait_for(engine.futures[0].cancelled)
+            wait_for(lambda: futures)
+            assert not futures[0].done()
+        wait_for(futures[0].cancelled)
         wait_for(lambda: not server.requests())
-    models.close()
-
-
-def test_a_call_that_takes_too_long_is_504_and_ends_by_its_deadline(bundle):
-    engine, models = never(bundle)
     with running(models, Settings(timeout_seconds=0.1)) as server:
         found = infer(server, of())
         assert found.status_code == 504
         assert "expected a result within 0.1 seconds" in found.json()["error"]
         # The engine counts it as such: to cancel it would count as a client that left.
-        assert isinstance(engine.futures[0].exception(60), DeadlineError)
+        assert isinstance(futures[1].exception(60), DeadlineError)
     models.close()
 
 

@@ -47,9 +47,8 @@ def report(server="demo"):
         20.0: [answer(at, 0.4) for at in np.arange(1, 21) / 20] + [failed(1.0, EVIL)],
     }
     rates = tuple(measures(rate, [found], LIMITS) for rate, found in windows.items())
-    return LoadReport(
-        server, "completions", LIMITS, rates, FoundRate(10, 10.2, True), FoundRate(0, 5, False)
-    )
+    found = FoundRate(10, 10.2, True), FoundRate(0, 5, False)
+    return LoadReport(server, "completions", LIMITS, rates, *found)
 
 
 def test_text_and_page_have_the_answers_and_escape_names():
@@ -64,8 +63,6 @@ def test_text_and_page_have_the_answers_and_escape_names():
     page.check_harmless(2)
     lines = [attributes["points"] for tag, attributes in page.found if tag == "polyline"]
     assert len(lines) == 10  # answered; three percentiles of three measures
-    points = [
-        tuple(map(float, point.split(","))) for line in lines for point in (line or "").split()
-    ]
+    points = [tuple(map(float, point.split(","))) for point in " ".join(lines).split()]
     assert len(points) == 20
     assert all(0 <= x <= 720 and 0 <= y <= 260 for x, y in points)

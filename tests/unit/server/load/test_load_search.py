@@ -17,13 +17,11 @@ from prejit.server.load.load_search import (
 from prejit.server.load.load_window import LoadAnswer
 from prejit.server.load.workload import arrival_times
 
-SECONDS = 10.0
-SERVICE = 0.02
-WORKERS = 2
+SERVICE, WORKERS = 0.02, 2
 CAPACITY = WORKERS / SERVICE
 
 
-def queue(spread, seconds=SECONDS):
+def queue(spread, seconds=10.0):
     """A queue with Poisson arrivals, whose service times are lognormal with this spread."""
 
     def measure(rate, number):
@@ -55,7 +53,7 @@ def test_the_knee_is_where_the_queue_cannot_keep_up(spread, start):
 def test_the_highest_rate_within_limits_is_that_of_an_exhaustive_search():
     limits = LoadLimits(whole_ms=80)
     long = queue(0.5, 60)
-    grid = [rate for rate in np.arange(0.7, 1.05, 0.02) * CAPACITY]
+    grid = np.arange(0.7, 1.05, 0.02) * CAPACITY
     exhaustive = max(
         rate for rate in grid if bad_share([long(rate, 99)], limits).value <= 1 - GOOD_SHARE
     )
@@ -64,33 +62,27 @@ def test_the_highest_rate_within_limits_is_that_of_an_exhaustive_search():
     found = search.within_limits(knee.rate)
     assert found.rate < knee.rate
     assert found.rate == pytest.approx(exhaustive, rel=0.05)
-
-
-def test_limits_that_no_rate_keeps_are_said():
-    search = LoadSearch(queue(0.0, 1), LoadLimits(whole_ms=1))
-    found = search.within_limits(50)
-    assert found.rate == 0
-    assert found.above < 1
+    none = LoadSearch(queue(0.0, 1), LoadLimits(whole_ms=1)).within_limits(50)
+    assert none.rate == 0
+    assert none.above < 1
 
 
 def test_few_requests_or_those_that_are_late_together_prove_little():
-    few = [LoadAnswer(float(at), 0.0, 0.1, 0.2) for at in range(20)]
     limits = LoadLimits(whole_ms=1000)
+
+    def window(is_late, seconds=20.0, every=0.1):
+        times = (place * every for place in range(round(seconds / every)))
+        return [LoadAnswer(at, 0.0, 0.1, 2.0 if is_late(at) else 0.1) for at in times]
+
+    few = window(lambda at: False, every=1.0)
     assert bad_share([few], limits).is_at_most(0.05) is None
     assert bad_share([few] * 4, limits).is_at_most(0.05) is True
-    late = [LoadAnswer(float(at), 0.0, 0.1, 2.0) for at in range(20)]
-    assert bad_share([late], limits).is_at_most(0.05) is False
-
-    def window(is_late):
-        return [LoadAnswer(at / 10, 0.0, 0.1, 2.0 if is_late(at) else 0.1) for at in range(200)]
-
-    spread_out = bad_share([window(lambda at: at % 10 == 0)], limits)
-    together = bad_share([window(lambda at: 100 <= at < 120)], limits)
+    assert bad_share([window(lambda at: True, every=1.0)], limits).is_at_most(0.05) is False
+    spread_out = bad_share([window(lambda at: round(at * 10) % 10 == 0)], limits)
+    together = bad_share([window(lambda at: 10 <= at < 11.95)], limits)
     assert spread_out.value == together.value == pytest.approx(0.1)
     assert together.high - together.low > 1.5 * (spread_out.high - spread_out.low)
-
-
-def test_a_server_that_refuses_requests_does_not_keep_up():
+    # A server that refuses requests does not keep up.
     refused = [
         LoadAnswer(at / 10, 0.0, 0.1, 0.1, failed="status 429" if at % 20 == 0 else "")
         for at in range(200)

@@ -20,26 +20,24 @@ def bodies(load, count=50, seed=0):
     return [json.loads(each.body) for each in load.requests(count, np.random.default_rng(seed))]
 
 
-@given(st.floats(0.01, 1e4), st.integers(2, 500), st.sampled_from([0.25, 1.0, 100.0]))
-def test_the_rate_of_a_window_is_exact(rate, count, burstiness):
-    gaps = drawn(burstiness=burstiness).gaps(count, np.random.default_rng(count))
-    times = arrival_times(gaps, rate)
+@given(st.floats(0.01, 1e4), st.integers(2, 500), st.integers(1, 1000), st.integers(0, 1000))
+def test_the_rate_of_a_window_is_exact_and_lengths_are_within_their_bounds(
+    rate, count, least, more
+):
+    generator = np.random.default_rng(more)
+    times = arrival_times(
+        drawn(burstiness=(0.25, 1.0, 100.0)[count % 3]).gaps(count, generator), rate
+    )
     assert times[-1] == pytest.approx(count / rate)
     assert (np.diff(times) >= 0).all()
+    found = [Lengths(least, least + more).draw(generator) for _ in range(50)]
+    assert least <= min(found) <= max(found) <= least + more
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_the_variation_of_gaps_is_that_of_the_gamma_distribution(burstiness):
     gaps = drawn(burstiness=burstiness).gaps(20_000, np.random.default_rng(1))
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
-
-
-@given(st.integers(1, 1000), st.integers(0, 1000))
-def test_lengths_are_within_their_bounds(least, more):
-    lengths = Lengths(least, least + more)
-    generator = np.random.default_rng(more)
-    found = [lengths.draw(generator) for _ in range(50)]
-    assert least <= min(found) <= max(found) <= least + more
 
 
 def test_the_same_seed_gives_the_same_requests_a_share_of_which_begins_alike():
@@ -83,16 +81,11 @@ def test_each_api_has_its_body():
 
 
 def line(time, body, **changed):
+    """Return the line of a request that began at a time, and took two seconds."""
     return {
-        "event": "request",
-        "time": time + 2.0,  # when it ended
-        "seconds": 2.0,
-        "method": "POST",
-        "path": "/v1/completions",
-        "status": 200,
-        "headers": {"content-type": "application/json"},
-        "body": body,
-        "calls": [{"kind": "generate"}],
+        **{"event": "request", "time": time + 2.0, "seconds": 2.0, "method": "POST"},
+        **{"path": "/v1/completions", "status": 200, "body": body},
+        **{"headers": {"content-type": "application/json"}, "calls": [{"kind": "generate"}]},
         **changed,
     }
 
@@ -101,12 +94,13 @@ def test_a_log_is_refused_or_gives_its_requests_in_its_own_pattern(tmp_path):
     log = tmp_path / "log.jsonl"
     with pytest.raises(StoreError, match="cannot read the log"):
         LoggedLoad(str(log))
-    log.write_text(json.dumps({"event": "request"}) + "\n")
-    with pytest.raises(UsageError, match="found another one: KeyError"):
-        LoggedLoad(str(log))
-    log.write_text(json.dumps(line(1.0, "{}")) + "\n")
-    with pytest.raises(UsageError, match="at least 2 answered requests"):
-        LoggedLoad(str(log))
+    for only, message in (
+        ({"event": "request"}, "found another one: KeyError"),
+        (line(1.0, "{}"), "at least 2 answered requests"),
+    ):
+        log.write_text(json.dumps(only) + "\n")
+        with pytest.raises(UsageError, match=message):
+            LoggedLoad(str(log))
     lines = [
         {"event": "start", "models": []},
         line(103.0, '{"stream":true}'),
@@ -124,7 +118,6 @@ def test_a_log_is_refused_or_gives_its_requests_in_its_own_pattern(tmp_path):
     first, streamed = b'{"prompt":"a"}', b'{"stream":true}'
     assert [each.body for each in found] == [first, b"no JSON", streamed, first]
     assert [each.is_streamed for each in found] == [False, False, True, False]
-    times = arrival_times(load.gaps(3, generator), load.rate)
-    assert np.diff(times).tolist() == pytest.approx([1.0, 2.0])
-    faster = arrival_times(load.gaps(3, generator), 2 * load.rate)
-    assert np.diff(faster).tolist() == pytest.approx([0.5, 1.0])
+    for rate, gaps in ((load.rate, [1.0, 2.0]), (2 * load.rate, [0.5, 1.0])):
+        times = arrival_times(load.gaps(3, generator), rate)
+        assert np.diff(times).tolist() == pytest.approx(gaps)

@@ -30,6 +30,8 @@ SERVER = 'job="prejit",instance="a"'
 TARGET = {"job": "prejit", "instance": "a"}
 GENERATE = 'kind="generate",program="generate"'
 ENCODE = 'kind="encode",program="encode"'
+GENERATES, ENCODES = f"{{{MODEL},{GENERATE}}}", f"{{{MODEL},{ENCODE}}}"
+AT_SERVER = f"{{{SERVER}}}"
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,15 @@ def requests(points, **each):
     }
 
 
-def first_tokens(quick, total, length):
-    return latencies("vllm:time_to_first_token_seconds", MODEL, quick, total, length)
-
-
 def latencies(name, labels, quick, total, length):
     return {
         f'{name}_bucket{{{labels},le="2.5"}}': f"0+{quick}x{length}",
         f"{name}_count{{{labels}}}": f"0+{total}x{length}",
     }
+
+
+def first_tokens(quick, total, length):
+    return latencies("vllm:time_to_first_token_seconds", MODEL, quick, total, length)
 
 
 def calls(quick, total, length):
@@ -71,36 +73,73 @@ def calls(quick, total, length):
     }
 
 
-def when(alert, at, series, *rows, interval="1m"):
-    """Return a case for each row: what fills the gaps of names and values, and last whether it fires."""
-    return [
-        Case(
-            alert,
-            bool(fires),
-            at,
-            {name.replace("STATE", str(given[0])): v.format(*given) for name, v in series.items()},
-            interval,
-        )
-        for *given, fires in rows
-    ]
+def when(alert, at, series, fires, quiet, interval="1m"):
+    """Return a case for each row of `fires` and `quiet`, which fills the gaps of names and values.
+
+    A name without labels has those of the model.
+    """
+    cases = []
+    for row in (*fires, *quiet):
+        given = row if isinstance(row, tuple) else (row,)
+        filled = {
+            (name if "{" in name else f"{name}{{{MODEL}}}").replace("STATE", str(given[0])): (
+                values.format(*given)
+            )
+            for name, values in series.items()
+        }
+        cases.append(Case(alert, row in fires, at, filled, interval))
+    return cases
 
 
 FAST, SLOWLY = "PrejitErrorBudgetBurnsFast", "PrejitErrorBudgetBurnsSlowly"
 CALLS_FAST, CALLS_SLOWLY = "PrejitCallBudgetBurnsFast", "PrejitCallBudgetBurnsSlowly"
 LATE_FAST, LATE_SLOWLY = "PrejitFirstTokenBudgetBurnsFast", "PrejitFirstTokenBudgetBurnsSlowly"
+STATES = {f'prejit_server_state{{{SERVER},state="STATE"}}': "{1}"}
 NAN = {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "{}"}
-PAIRS = ((80, 100), (95, 100), (0, 0))
-"""Quick answers of so many, of which the first pair alone is too few."""
+STOPPED_CALLS = {
+    f"prejit_requests_running{ENCODES}": "{}x20",
+    f'prejit_requests_total{{{MODEL},{ENCODE},reason="done"}}': "{1}",
+    # Another function goes on.
+    f'prejit_requests_total{{{MODEL},kind="call",program="f",reason="done"}}': "0+9x20",
+}
+STOPPED_TOKENS = {
+    f"prejit_requests_running{GENERATES}": "{}x20",
+    "vllm:generation_tokens_total": "{1}",
+}
+QUEUES = {
+    f"prejit_requests_waiting{ENCODES}": "{}x10",
+    f"prejit_queue_size{ENCODES}": "256x10",
+    f"prejit_queue_size{GENERATES}": "256x10",
+}
+SATURATED = {
+    f"prejit_device_busy_seconds_total{ENCODES}": "0+{}x60",
+    f"prejit_requests_waiting{ENCODES}": "{1}x60",
+}
+COMPILING = {
+    "prejit_requests_waited_for_compile_total": "{}",
+    f'prejit_requests_total{{{MODEL},reason="stop"}}': "0+10x20",
+}
+FALLBACKS = {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "{}"}
+SWAPS = {f'prejit_swaps_total{{{MODEL},outcome="STATE"}}': "{1}"}
+PREFIXES = {"vllm:prefix_cache_hits_total": "{}", "vllm:prefix_cache_queries_total": "0+4000x80"}
+CACHES = {
+    "prejit_kv_cache_bytes": "{}x30",
+    "prejit_kv_cache_budget_bytes": "100x30",
+    f"prejit_requests_waiting{GENERATES}": "{1}x30",
+}
+GROWING = {
+    f"prejit_host_memory_bytes{AT_SERVER}": "{}",
+    f"process_start_time_seconds{AT_SERVER}": "{1}x60",
+}
+HIGH = {
+    f"prejit_host_memory_bytes{AT_SERVER}": "{}x20",
+    f"prejit_host_memory_limit_bytes{AT_SERVER}": "100x20",
+}
 CASES = (
-    *when("PrejitDown", "5m", {f"up{{{SERVER}}}": "{}"}, ("0x10", True), ("1 0 1x10", False)),
+    *when("PrejitDown", "5m", {f"up{AT_SERVER}": "{}"}, ["0x10"], ["1 0 1x10"]),
     Case("PrejitDown", False, "5m", {'up{job="node",instance="a"}': "0x10"}),
-    *when(
-        "PrejitNotReady",
-        "6m",
-        {f'prejit_server_state{{{SERVER},state="STATE"}}': "{1}"},
-        *(("loading", "1x10", True), ("compiling", "1x9", True)),
-        *(("draining", "1x9", False), ("loading", "1x3 0x10", False)),
-    ),
+    *when("PrejitNotReady", "6m", STATES, [("loading", "1x10"), ("compiling", "1x9")], []),
+    *when("PrejitNotReady", "6m", STATES, [], [("draining", "1x9"), ("loading", "1x3 0x10")]),
     Case(FAST, True, "60m", requests(60, error=2, stop=98)),
     Case(FAST, True, "60m", requests(60, refused=20, length=980)),
     Case(FAST, True, "60m", requests(60, nan=5, deadline=15, stop=980)),
@@ -110,148 +149,47 @@ CASES = (
     Case(SLOWLY, True, "300m", requests(80, error=4, stop=996), "5m"),
     Case(FAST, False, "300m", requests(80, error=4, stop=996), "5m"),
     Case(SLOWLY, False, "300m", requests(80, error=1, stop=1999), "5m"),
-    *(
-        case
-        for fast, slowly, of in (
-            (LATE_FAST, LATE_SLOWLY, first_tokens),
-            (CALLS_FAST, CALLS_SLOWLY, calls),
-        )
-        for case in (
-            *(
-                Case(fast, each < 90 and total > 0, "60m", of(each, total, 60))
-                for each, total in PAIRS
-            ),
-            Case(slowly, True, "300m", of(96, 100, 80), "5m"),
-            Case(slowly, False, "300m", of(995, 1000, 80), "5m"),
-        )
+    Case(LATE_FAST, True, "60m", first_tokens(80, 100, 60)),
+    Case(LATE_FAST, False, "60m", first_tokens(95, 100, 60)),
+    Case(LATE_FAST, False, "60m", first_tokens(0, 0, 60)),
+    Case(LATE_SLOWLY, True, "300m", first_tokens(96, 100, 80), "5m"),
+    Case(LATE_SLOWLY, False, "300m", first_tokens(995, 1000, 80), "5m"),
+    Case(CALLS_FAST, True, "60m", calls(80, 100, 60)),
+    Case(CALLS_FAST, False, "60m", calls(95, 100, 60)),
+    Case(CALLS_FAST, False, "60m", calls(0, 0, 60)),
+    Case(CALLS_SLOWLY, True, "300m", calls(96, 100, 80), "5m"),
+    Case(CALLS_SLOWLY, False, "300m", calls(995, 1000, 80), "5m"),
+    *when("PrejitCallsStopped", "15m", STOPPED_CALLS, [(1, "9x20")], [(1, "9+1x20"), (0, "9x20")]),
+    *when("PrejitTokensStopped", "15m", STOPPED_TOKENS, [(1, "100x20")], [(1, "100+1x20")]),
+    *when("PrejitTokensStopped", "15m", STOPPED_TOKENS, [], [(0, "100x20")]),
+    *when("PrejitQueueFull", "6m", QUEUES, [250], [100]),
+    *when("PrejitSaturated", "55m", SATURATED, [(59, 3)], [(59, 0), (30, 3)]),
+    *when("PrejitRequestsCompile", "10m", COMPILING, ["0x5 1x15"], ["0x20", "3x20"]),
+    *when("PrejitCompileTime", "10m", {"prejit_compile_seconds_total": "0x5 {}x30"}, [90], [20]),
+    *when("PrejitFallback", "1m", FALLBACKS, ["1x5"], ["0x5"]),
+    *when("PrejitNaN", "8m", NAN, ["0x5 1x10"], ["0x15"]),
+    *when("PrejitNaN", "40m", NAN, [], ["0 1x50"]),  # long ago
+    *when("PrejitWrongAnswers", "3m", {"prejit_wrong_answers": "{}"}, ["0 0 1x5"], ["1 0x5"]),
+    *when("PrejitSwapFailed", "8m", SWAPS, [("failed", "0x5 1x10")], [("failed", "1x15")]),
+    *when("PrejitSwapFailed", "8m", SWAPS, [], [("done", "0x5 1x10")]),
+    *when("PrejitModelsTakeTurns", "40m", {"prejit_wakes_total": "0+{}x60"}, [12], [3]),
+    *when(
+        *("PrejitLogLinesLost", "8m", {f"prejit_log_lines_lost_total{AT_SERVER}": "{}"}),
+        *(["0x5 3x10"], ["3x15"]),
     ),
     *when(
-        "PrejitCallsStopped",
-        "15m",
-        {
-            f"prejit_requests_running{{{MODEL},{ENCODE}}}": "{}x20",
-            f'prejit_requests_total{{{MODEL},{ENCODE},reason="done"}}': "{1}",
-            # Another function goes on.
-            f'prejit_requests_total{{{MODEL},kind="call",program="f",reason="done"}}': "0+9x20",
-        },
-        *((1, "9x20", True), (1, "9+1x20", False), (0, "9x20", False)),
-    ),
-    *when(
-        "PrejitTokensStopped",
-        "15m",
-        {
-            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "{}x20",
-            f"vllm:generation_tokens_total{{{MODEL}}}": "{1}",
-        },
-        *((1, "100x20", True), (1, "100+1x20", False), (0, "100x20", False)),
-    ),
-    *when(
-        "PrejitQueueFull",
-        "6m",
-        {
-            f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": "{}x10",
-            f"prejit_queue_size{{{MODEL},{ENCODE}}}": "256x10",
-            f"prejit_queue_size{{{MODEL},{GENERATE}}}": "256x10",
-        },
-        *((250, True), (100, False)),
-    ),
-    *when(
-        "PrejitSaturated",
-        "55m",
-        {
-            f"prejit_device_busy_seconds_total{{{MODEL},{ENCODE}}}": "0+{}x60",
-            f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": "{1}x60",
-        },
-        *((59, 3, True), (59, 0, False), (30, 3, False)),
-    ),
-    *when(
-        "PrejitRequestsCompile",
-        "10m",
-        {
-            f"prejit_requests_waited_for_compile_total{{{MODEL}}}": "{}",
-            f'prejit_requests_total{{{MODEL},reason="stop"}}': "0+10x20",
-        },
-        *(("0x5 1x15", True), ("0x20", False), ("3x20", False)),
-    ),
-    *when(
-        "PrejitCompileTime",
-        "10m",
-        {f"prejit_compile_seconds_total{{{MODEL}}}": "0x5 {}x30"},
-        *((90, True), (20, False)),
-    ),
-    *when(
-        "PrejitFallback",
-        "1m",
-        {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "{}"},
-        *(("1x5", True), ("0x5", False)),
-    ),
-    *when("PrejitNaN", "8m", NAN, ("0x5 1x10", True), ("0x15", False)),
-    *when("PrejitNaN", "40m", NAN, ("0 1x50", False)),  # long ago
-    *when(
-        "PrejitWrongAnswers",
-        "3m",
-        {f"prejit_wrong_answers{{{MODEL}}}": "{}"},
-        *(("0 0 1x5", True), ("1 0x5", False)),
-    ),
-    *when(
-        "PrejitSwapFailed",
-        "8m",
-        {f'prejit_swaps_total{{{MODEL},outcome="STATE"}}': "{1}"},
-        *(("failed", "0x5 1x10", True), ("failed", "1x15", False), ("done", "0x5 1x10", False)),
-    ),
-    *when(
-        "PrejitModelsTakeTurns",
-        "40m",
-        {f"prejit_wakes_total{{{MODEL}}}": "0+{}x60"},
-        *((12, True), (3, False)),
-    ),
-    *when(
-        "PrejitLogLinesLost",
-        "8m",
-        {f"prejit_log_lines_lost_total{{{SERVER}}}": "{}"},
-        *(("0x5 3x10", True), ("3x15", False)),
-    ),
-    *when(
-        "PrejitPrefixCacheMisses",
-        "1560m",
-        {
-            f"vllm:prefix_cache_hits_total{{{MODEL}}}": "{}",
-            f"vllm:prefix_cache_queries_total{{{MODEL}}}": "0+4000x80",
-        },
-        *(("0+2400x72 172800x6", True), ("0+2400x80", False)),
-        ("0+200x72 14400x6", False),  # there never were many
-        interval="20m",
-    ),
-    *when(
-        "PrejitCacheMemoryFull",
+        *("PrejitPrefixCacheMisses", "1560m", PREFIXES),
+        ["0+2400x72 172800x6"],
+        ["0+2400x80", "0+200x72 14400x6"],  # in the last one there never were many
         "20m",
-        {
-            f"prejit_kv_cache_bytes{{{MODEL}}}": "{}x30",
-            f"prejit_kv_cache_budget_bytes{{{MODEL}}}": "100x30",
-            f"prejit_requests_waiting{{{MODEL},{GENERATE}}}": "{1}x30",
-        },
-        *((99, 2, True), (99, 0, False), (50, 2, False)),
     ),
+    *when("PrejitCacheMemoryFull", "20m", CACHES, [(99, 2)], [(99, 0), (50, 2)]),
     *when(
-        "PrejitHostMemoryGrows",
-        "240m",
-        {
-            f"prejit_host_memory_bytes{{{SERVER}}}": "{}",
-            f"process_start_time_seconds{{{SERVER}}}": "{1}x60",
-        },
-        *(("1000+10x60", 0, True), ("1000x60", 0, False)),
-        ("1000+10x60", 7200, False),  # a young process
-        interval="5m",
+        *("PrejitHostMemoryGrows", "240m", GROWING, [("1000+10x60", 0)]),
+        [("1000x60", 0), ("1000+10x60", 7200)],  # the last one is of a young process
+        "5m",
     ),
-    *when(
-        "PrejitHostMemoryHigh",
-        "15m",
-        {
-            f"prejit_host_memory_bytes{{{SERVER}}}": "{}x20",
-            f"prejit_host_memory_limit_bytes{{{SERVER}}}": "100x20",
-        },
-        *((95, True), (80, False)),
-    ),
+    *when("PrejitHostMemoryHigh", "15m", HIGH, [95], [80]),
 )
 
 
@@ -341,11 +279,8 @@ def test_alerts_reach_people_with_words_that_they_understand(tmp_path):
 def test_two_releases_at_a_time_are_told_apart_by_their_digests(tmp_path):
     """Servers of the old release are well; one of the new one fails, compiles and is slow."""
     series = {}
-    for instance, digest, failed, slow in (
-        ("a", "old", 0, 0),
-        ("b", "old", 0, 0),
-        ("c", "new", 25, 100),
-    ):
+    servers = (("a", "old", 0, 0), ("b", "old", 0, 0), ("c", "new", 25, 100))
+    for instance, digest, failed, slow in servers:
         labels = f'job="prejit",instance="{instance}",model_name="demo"'
         of = f"{labels},{GENERATE}"
         series[f'prejit_build_info{{{labels},digest="{digest}"}}'] = "1x20"
@@ -395,19 +330,15 @@ def scraped_series():
     return found
 
 
-def plain(query):
-    query = query.replace("$__rate_interval", "5m")
-    return re.sub(r"\$(job|instance|model)\b", ".*", query)
-
-
 @needs_promtool
 def test_every_query_of_a_dashboard_gives_data(tmp_path):
     names = re.compile(r"\b(?:vllm:|prejit_|process_)[a-z0-9_:]+")
+    chosen = re.compile(r"\$(job|instance|model)\b")
     asked = [
-        {"expr": f"absent({plain(query)})", "eval_time": "10m", "exp_samples": []}
+        {"expr": f"absent({chosen.sub('.*', query)})", "eval_time": "10m", "exp_samples": []}
         for dashboard in DASHBOARDS
         for panel in panels(dashboard)
-        for query in queries(panel)
+        for query in (each.replace("$__rate_interval", "5m") for each in queries(panel))
         if not set(names.findall(query)) & ABSENT and "ALERTS" not in query
     ]
     assert len(asked) > 40

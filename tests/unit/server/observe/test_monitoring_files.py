@@ -1,5 +1,6 @@
 """`prejit observe init`: nobody loses an edited file, and no link or name leads nowhere."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,17 @@ from prejit.server.cli.serve_command import serve
 from prejit.server.observe.monitoring_files import files, write
 
 
-def test_the_command_writes_every_file(tmp_path, capsys):
+def test_the_command_writes_every_file_and_refuses_runbooks_that_no_browser_finds(tmp_path, capsys):
+    for given, hint in (
+        ("wiki.example/runbooks", "write https://wiki.example/runbooks"),
+        ("https:///runbooks", "write https://HOST/PATH"),
+        ("", "leave it out"),
+    ):
+        assert main(["observe", "init", str(tmp_path / "watch"), "--runbooks", given]) == 2
+        said = capsys.readouterr().err
+        assert "--runbooks: expected a URL" in said
+        assert hint in said
+        assert not (tmp_path / "watch").exists()
     assert main(["observe", "init", str(tmp_path / "watch")]) == 0
     printed = capsys.readouterr().out.splitlines()
     there = sorted(str(path) for path in (tmp_path / "watch").rglob("*") if path.is_file())
@@ -23,53 +34,30 @@ def test_the_command_writes_every_file(tmp_path, capsys):
     assert len(there) == len(FILES) == 5 + len(DASHBOARDS) + len(ALERTS)
 
 
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ("wiki.example/runbooks", "write https://wiki.example/runbooks"),
-        ("https:///runbooks", "write https://HOST/PATH"),
-        ("", "leave it out"),
-    ],
-)
-def test_runbooks_that_no_browser_finds_are_refused(given, hint, tmp_path, capsys):
-    assert main(["observe", "init", str(tmp_path / "watch"), "--runbooks", given]) == 2
-    said = capsys.readouterr().err
-    assert "--runbooks: expected a URL" in said
-    assert hint in said
-    assert not (tmp_path / "watch").exists()
-
-
 def test_an_edited_file_is_kept_and_named(tmp_path):
-    written = write(tmp_path, runbooks="runbooks", force=False)
-    assert write(tmp_path, runbooks="runbooks", force=False) == written  # the same is no conflict
+    write_to = functools.partial(write, runbooks="runbooks")
+    assert write_to(tmp_path, force=False) == write_to(tmp_path, force=False)  # no conflict
     edited = tmp_path / "prometheus" / "prejit.rules.yml"
     edited.write_text("mine")
     (tmp_path / "README.md").unlink()
     with pytest.raises(UsageError, match=r"prometheus/prejit\.rules\.yml") as caught:
-        write(tmp_path, runbooks="runbooks", force=False)
+        write_to(tmp_path, force=False)
     assert "--force" in caught.value.hint
     assert edited.read_text() == "mine"
     assert not (tmp_path / "README.md").exists()  # nothing at all is written
-    write(tmp_path, runbooks="runbooks", force=True)
+    write_to(tmp_path, force=True)
     assert edited.read_text() != "mine"
     (tmp_path / "watch").write_text("")
     with pytest.raises(StoreError, match="watch"):
-        write(tmp_path / "watch", runbooks="runbooks", force=False)
+        write_to(tmp_path / "watch", force=False)
 
 
-@pytest.mark.parametrize("home", ["runbooks", "https://wiki.example/runbooks", 'a: "b\\c'])
-def test_every_alert_links_to_its_runbook_wherever_these_are(home):
-    groups = yaml.safe_load(files(f"{home}/")[RULES_FILE])["groups"]
-    links = {
-        rule["alert"]: rule["annotations"]["runbook_url"]
-        for group in groups
-        for rule in group["rules"]
-        if "alert" in rule
-    }
-    assert links == {name: f"{home}/{name}.md" for name in ALERTS}
-
-
-def test_runbooks_belong_to_alerts_and_pages_name_what_exists():
+def test_every_alert_links_to_its_runbook_and_pages_name_what_exists():
+    for home in ("runbooks", "https://wiki.example/runbooks", 'a: "b\\c'):
+        groups = yaml.safe_load(files(f"{home}/")[RULES_FILE])["groups"]
+        rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+        links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules}
+        assert links == {name: f"{home}/{name}.md" for name in ALERTS}
     assert {Path(path).stem for path in FILES if path.startswith("runbooks/")} == ALERTS.keys()
     for name in ALERTS:
         page = FILES[f"runbooks/{name}.md"]
@@ -92,17 +80,13 @@ def test_runbooks_belong_to_alerts_and_pages_name_what_exists():
             assert option in options, (path, option)
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS)
-def test_panels_say_what_to_look_for_and_show_the_chosen_job(dashboard):
-    for panel in panels(dashboard):
-        assert panel["description"].endswith(".")
-        for query in queries(panel):
-            assert "$job" in query, panel["title"]
-    used = set(re.findall(r"\$\{?([a-z]\w*)\}?", json.dumps(DASHBOARDS[dashboard])))
-    assert used <= {one["name"] for one in DASHBOARDS[dashboard]["templating"]["list"]}
-
-
-def test_controllers_of_roll_outs_ask_for_series_that_the_rules_record():
+def test_panels_show_the_chosen_job_and_controllers_ask_for_series_that_the_rules_record():
+    for name, dashboard in DASHBOARDS.items():
+        for panel in panels(name):
+            assert panel["description"].endswith(".")
+            assert all("$job" in query for query in queries(panel)), (name, panel["title"])
+        used = set(re.findall(r"\$\{?([a-z]\w*)\}?", json.dumps(dashboard)))
+        assert used <= {one["name"] for one in dashboard["templating"]["list"]}
     records = {rule["record"] for rule in RULES if rule.get("record", "").startswith("release:")}
     asked = []
     for path in ("rollouts/argo-analysis.yaml", "rollouts/flagger-metrics.yaml"):

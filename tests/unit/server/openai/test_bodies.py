@@ -15,14 +15,13 @@ from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.responses_schema import ResponseRequest
 
 USER = {"role": "user", "content": "a"}
-CALL = {"function": {"name": "f", "argments": "{}"}}
-
-
 PART = {"type": "text", "text": "", "txt": ""}
-FORM = {"type": "json_schema", "json_schema": {"name": "a", "strct": 1}}
 STREAMED = {"prompt": "a", "stream_options": {"include_usages": True}}
 PARTS = {"messages": [{"role": "user", "content": [PART]}]}
+CALL = {"function": {"name": "f", "argments": "{}"}}
 CALLS = {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "strct": 1}}
+FORMED = {"messages": [USER], "response_format": FORM}
 UNKNOWN = [
     (CompletionRequest, {"prompt": "a", "max_token": 1}, "max_token", "max_tokens"),
     (CompletionRequest, {"prompt": "a", "zzzzzz": None}, "zzzzzz", None),
@@ -30,10 +29,7 @@ UNKNOWN = [
     (ChatRequest, {"messages": [USER, {**USER, "nmae": ""}]}, "messages[1].nmae", "name"),
     (ChatRequest, PARTS, "messages[0].content[0].txt", "text"),
     (ChatRequest, CALLS, "messages[0].tool_calls[0].function.argments", "arguments"),
-    (
-        *(ChatRequest, {"messages": [USER], "response_format": FORM}),
-        *("response_format.json_schema.strct", "strict"),
-    ),
+    (ChatRequest, FORMED, "response_format.json_schema.strct", "strict"),
     (ResponseRequest, {"input": [{**USER, "rol": "user"}]}, "input[0].rol", "role"),
 ]
 
@@ -53,19 +49,14 @@ def test_an_unknown_field_is_named_with_the_nearest_or_left_out(kind, body, path
 
 def test_schemas_have_any_field_and_a_long_name_is_cut():
     function = {"name": "f", "parameters": {"x": {"y": 1}}}
-    body = {
-        "messages": [USER],
-        "tools": [{"type": "function", "function": function}],
-        "chat_template_kwargs": {"anything": {"a": 1}},
-        "metadata": {"note": "b"},
-    }
+    body = {"messages": [USER], "tools": [{"type": "function", "function": function}]}
+    body |= {"chat_template_kwargs": {"anything": {"a": 1}}, "metadata": {"note": "b"}}
     decoder = msgspec.json.Decoder(ChatRequest)
     assert decode(json.dumps(body).encode(), decoder, ignore_unknown=False).tools is not None
     content = json.dumps({"prompt": "a", "x" * 100_000: 1}).encode()
     with pytest.raises(ApiError) as raised:
         decode(content, msgspec.json.Decoder(CompletionRequest), ignore_unknown=False)
-    assert len(raised.value.message) < 300
-    assert len(raised.value.param or "") < 300
+    assert max(len(raised.value.message), len(raised.value.param or "")) < 300
 
 
 def parts(value):

@@ -39,39 +39,27 @@ def test_messages_items_and_tools_become_what_templates_take():
     assert tool["function"] == {"name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000])
-def test_arguments_that_are_no_object_are_refused(arguments):
-    call = {"function": {"name": "f", "arguments": arguments}}
-    with pytest.raises(ApiError, match="arguments of the call of 'f'") as raised:
-        templated({"role": "user"}, {"role": "assistant", "tool_calls": [call]})
-    assert raised.value.param == "messages[1]"
-
-
-@pytest.mark.parametrize(
-    ("message", "path"),
-    [
+def test_what_is_not_supported_is_no_object_or_lacks_a_field_is_named():
+    for message, path in (
         ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0].type"),
         ({"role": "function", "content": "a"}, "role"),
         ({"role": "user", "content": 3}, "content"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "function_call"),
-    ],
-)
-def test_what_is_not_supported_is_named(message, path):
-    with pytest.raises(msgspec.ValidationError) as raised:
-        msgspec.json.decode(msgspec.json.encode([message]), type=list[Message])
-    assert path in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("item", "param"),
-    [
-        ({"type": "message", "content": "a"}, "input[0].role"),
-        ({"role": "user"}, "input[0].content"),
-        ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id"),
-        ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
-    ],
-)
-def test_items_that_lack_a_field_are_refused(item, param):
-    with pytest.raises(ApiError) as raised:
-        messages_of(msgspec.convert({"input": [item]}, ResponseRequest))
-    assert raised.value.param == param
+    ):
+        with pytest.raises(msgspec.ValidationError) as wrong:
+            msgspec.json.decode(msgspec.json.encode([message]), type=list[Message])
+        assert path in str(wrong.value)
+    for arguments in ("{", "[1]", "[" * 100_000):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        with pytest.raises(ApiError, match="arguments of the call of 'f'") as raised:
+            templated({"role": "user"}, {"role": "assistant", "tool_calls": [call]})
+        assert raised.value.param == "messages[1]"
+    for item, param in (
+        ({"type": "message", "content": "a"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, "call_id"),
+        ({"type": "function_call_output", "call_id": "c"}, "output"),
+    ):
+        with pytest.raises(ApiError) as raised:
+            messages_of(msgspec.convert({"input": [item]}, ResponseRequest))
+        assert raised.value.param == f"input[0].{param}"

@@ -48,8 +48,7 @@ class Engine:
 
 
 def call(engine, choices, limits=NO_LIMITS):
-    options = {"seed": 2**64 - 1}
-    return TextCall(engine, [1], options, choices, None, 0, "", limits, None, "")
+    return TextCall(engine, [1], {"seed": 2**64 - 1}, choices, None, 0, "", limits, None, "")
 
 
 async def take(calls, count):
@@ -63,13 +62,16 @@ async def take(calls, count):
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-def test_streams_are_closed_when_nobody_reads_further(choices):
+def test_streams_are_closed_when_nobody_reads_further_or_their_logits_are_no_numbers(choices):
     streams = [Stream([Piece(1, str(place))]) for place in range(choices)]
     engine = Engine(*streams)
     found = asyncio.run(take([call(engine, choices)], choices))
     assert sorted(found) == [(place, str(place)) for place in range(choices)]
-    assert all(stream.closed for stream in streams)
     assert engine.seeds == [2**64 - 1, 0][:choices]
+    odd = [Stream([Piece(None, "", "nan")]), Stream([])][:choices]
+    with pytest.raises(NumbersError):
+        asyncio.run(take([call(Engine(*odd), choices)], 1))
+    assert all(stream.closed for stream in (*streams, *odd))
 
 
 def test_streams_are_closed_when_a_later_one_is_refused():
@@ -91,11 +93,3 @@ def test_more_texts_than_may_wait_are_refused_for_ever():
             asyncio.run(take([call(engine, count, limits) for count in choices], 1))
         assert error.value.status == 400
         assert engine.seeds == []
-
-
-@pytest.mark.parametrize("choices", [1, 2])
-def test_logits_that_are_no_numbers_end_all(choices):
-    streams = [Stream([Piece(None, "", "nan")]), Stream([])][:choices]
-    with pytest.raises(NumbersError):
-        asyncio.run(take([call(Engine(*streams), choices)], 1))
-    assert all(stream.closed for stream in streams)

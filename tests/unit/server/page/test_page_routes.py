@@ -22,23 +22,14 @@ def models(lettered_dir):
 
 @pytest.fixture
 def get(models):
-    def send(path, models=models):
-        return TestClient(Starlette(routes=routes(models))).get(path)
-
-    return send
+    return lambda path, of=models: TestClient(Starlette(routes=routes(of))).get(path)
 
 
-def test_every_file_that_the_page_names_is_served(get):
+def test_every_file_that_the_page_names_is_served_and_nothing_from_elsewhere(get):
     named = set(re.findall(r'(?:href|src)="([^"]+)"', get("/").text))
     kinds = {name: get(f"/{name}").headers["content-type"].partition(";")[0] for name in named}
-    assert kinds == {
-        "page/icon.svg": "image/svg+xml",
-        "page/style.css": "text/css",
-        "page/script.js": "text/javascript",
-    }
-
-
-def test_nothing_is_loaded_from_elsewhere_or_run_from_the_html(get):
+    types = {"icon.svg": "image/svg+xml", "style.css": "text/css", "script.js": "text/javascript"}
+    assert kinds == {f"page/{name}": kind for name, kind in types.items()}
     for path in ("/", "/page/style.css", "/page/script.js", "/page/icon.svg"):
         answer = get(path)
         policy = answer.headers["content-security-policy"]

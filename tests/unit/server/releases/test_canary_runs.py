@@ -30,12 +30,8 @@ def served(digest, tokens=None, seconds=(0.001,)):
     """A bundle that gives these tokens, or fails where there are none, and takes these times in turn."""
     bundle = SimpleNamespace(digest=digest, tokens=TOKENS if tokens is None else tokens)
     bundle.seconds = itertools.cycle(seconds)
-    engine = SimpleNamespace(
-        close=lambda: None,
-        drain=lambda seconds: True,
-        undrain=lambda: None,
-        sleeper=contextlib.nullcontext(),
-    )
+    engine = SimpleNamespace(close=lambda: None, drain=lambda seconds: True, undrain=lambda: None)
+    engine.sleeper = contextlib.nullcontext()
     return Served("m", bundle, engine, 0, path=digest)
 
 
@@ -61,19 +57,15 @@ class StandInSwaps:
 
     def __init__(self, models, found):
         self._models, self._found, self.dropped = models, found, list[str]()
+        self.share = models.share
 
     def load(self, name, path):
         if isinstance(self._found, Exception):
             raise self._found
         return self._found
 
-    def share(self, name, canary):
-        self._models.share(name, canary)
-
     def take(self, after, tried_beside):
-        before = self._models.put(after.name, after)
-        assert before is not None
-        self.drop(before)
+        self.drop(self._models.put(after.name, after))
 
     def drop(self, before):
         self.dropped.append(before.bundle.digest)
@@ -82,55 +74,52 @@ class StandInSwaps:
 class Begun:
     """A canary that has begun, on a model that gives TOKENS."""
 
-    def __init__(self, monkeypatch, new, *checks):
-        self.said = []
-        monkeypatch.setattr(canary_runs, "say", self.said.append)
-        monkeypatch.setattr(canary_runs, "RequestPlayer", StandInPlayer)
-        monkeypatch.setattr(canary_runs, "_one_slot", contextlib.nullcontext)
-        read = lambda path, digest="": SimpleNamespace(digest=path)  # noqa: E731
-        monkeypatch.setattr(canary_runs, "read_release", read)
-        compare = lambda old, new: (list(checks), ReleaseLimits())  # noqa: E731
-        monkeypatch.setattr(canary_runs, "compare_contents", compare)
-        monkeypatch.setattr(canary_runs, "own_requests", lambda served, seed: [self.line()])
+    def __init__(self, monkeypatch, new, *checks, shares=True):
+        self.said, line = [], {"id": "own", "path": "/v1/completions", "calls": []}
+        for name, stand_in in (
+            *(("say", self.said.append), ("RequestPlayer", StandInPlayer)),
+            ("_one_slot", contextlib.nullcontext),
+            ("read_release", lambda path, digest="": SimpleNamespace(digest=path)),
+            ("compare_contents", lambda old, new: (list(checks), ReleaseLimits())),
+            ("own_requests", lambda served, seed: [line]),
+        ):
+            monkeypatch.setattr(canary_runs, name, stand_in)
         self.old = served("old")
         self.models = Models(self.old)
         self.swaps = StandInSwaps(self.models, new)
         self.canaries = Canaries(self.models, self.swaps, lambda *_: None, None)
-        self.canaries.start("m", "new", 0.5)
+        self.start(shares)
 
-    def line(self):
-        return {"id": "own", "path": "/v1/completions", "calls": []}
+    def start(self, shares=True):
+        self.canaries.start("m", "new", 0.5)
+        if shares:
+            self.wait_for_stage("sharing")
 
     def wait_for_stage(self, *stages):
         wait_for(lambda: self.canaries.states()[0].stage in stages)
         return self.canaries.states()[0]
 
-    def requests(self, count):
-        """Let clients send requests until both bundles have answered so many; return how many they sent."""
-        log = self.canaries
+    def finish(self, count=0):
+        """Let clients send requests until both bundles have answered so many; return the end."""
         for number in range(10 * count):
             [state] = self.canaries.states()
             if state.is_over or state.sampled >= count:
-                return number
+                break
+            self.sent = number + 1
             asking.set(str(number))
-            log.end(entry(number=str(number)))
+            self.canaries.end(entry(number=str(number)))
             time.sleep(0.002)
-        return 10 * count
-
-    def finish(self):
         return self.wait_for_stage("promoted", "rolled back")
 
 
 def test_a_release_that_gives_the_same_is_promoted(monkeypatch):
     new = served("new")
     begun = Begun(monkeypatch, new)
-    begun.wait_for_stage("sharing")
     assert begun.canaries.tap() is begun.canaries
-    sent = begun.requests(500)
-    state = begun.finish()
+    state = begun.finish(500)
     assert state.stage == "promoted", state
     assert state.sampled >= 50
-    assert 0 < state.answered < sent
+    assert 0 < state.answered < begun.sent
     assert begun.models.get("m") is new
     assert begun.canaries.tap() is None
     assert begun.swaps.dropped == ["old"]
@@ -143,10 +132,7 @@ def test_a_busy_machine_gets_its_verdict_from_more_requests(monkeypatch, spread,
     monkeypatch.setattr(canary_runs, "LEAST_REQUESTS", 20)
     monkeypatch.setattr(canary_runs, "_MOST_REQUESTS", 160)
     times = tuple(0.001 * spread**step for step in (-1, 1, 1, -1, 0, 1, -1))
-    begun = Begun(monkeypatch, served("new", seconds=times))
-    begun.wait_for_stage("sharing")
-    begun.requests(500)
-    state = begun.finish()
+    state = Begun(monkeypatch, served("new", seconds=times)).finish(500)
     assert state.stage == "promoted", state
     assert (state.sampled == 160) == most, state
     assert state.why.startswith(f"{state.sampled} requests of clients gave the same")
@@ -164,7 +150,7 @@ def test_a_busy_machine_gets_its_verdict_from_more_requests(monkeypatch, spread,
     ],
 )
 def test_a_bad_release_is_dropped_before_a_client_sees_it(monkeypatch, new, checks, why):
-    begun = Begun(monkeypatch, new, *checks)
+    begun = Begun(monkeypatch, new, *checks, shares=False)
     state = begun.finish()
     assert (state.stage, state.answered) == ("rolled back", 0)
     assert why in state.why
@@ -176,18 +162,12 @@ def test_a_bad_release_is_dropped_before_a_client_sees_it(monkeypatch, new, chec
 def test_what_only_requests_of_clients_show_is_found_live(monkeypatch):
     new = served("new")
     begun = Begun(monkeypatch, new)
-    begun.wait_for_stage("sharing")
     vars(new.bundle)["tokens"] = [1, 2, 9]
-    begun.requests(5)
-    state = begun.finish()
+    state = begun.finish(5)
     assert state.stage == "rolled back"
     assert "tokens" in state.why
     assert begun.swaps.dropped == ["new"]
-
-
-def test_a_request_that_fails_at_the_release_ends_it(monkeypatch):
     begun = Begun(monkeypatch, served("new"))
-    begun.wait_for_stage("sharing")
     share = begun.models.canaries["m"]
     asking.set(next(str(each) for each in range(99) if share.takes(str(each))))
     begun.canaries.end(entry([]))
@@ -196,25 +176,19 @@ def test_a_request_that_fails_at_the_release_ends_it(monkeypatch):
     assert state.why == "answers: 1 of 1 requests failed with status 500"
 
 
-def test_an_operator_decides_and_only_one_canary_runs(monkeypatch):
+def test_an_operator_decides_only_one_canary_runs_and_a_server_that_ends_ends_it(monkeypatch):
     begun = Begun(monkeypatch, served("new"))
-    begun.wait_for_stage("sharing")
     with pytest.raises(UsageError, match="expected no other canary of 'm', found one of new"):
         begun.canaries.start("m", "other", 0.5)
     assert begun.canaries.finish("m", "abort").why == "ended by POST /canary"
     with pytest.raises(UsageError, match="that runs, found none"):
         begun.canaries.finish("m", "promote")
-    begun.canaries.start("m", "new", 0.5)
-    begun.wait_for_stage("sharing")
+    begun.start()
     assert begun.canaries.finish("m", "promote").stage == "promoted"
     begun.models.drain(ends=True)
     with pytest.raises(ClosedError, match="draining"):
         begun.canaries.start("m", "new", 0.5)
-
-
-def test_a_server_that_ends_ends_its_canary(monkeypatch):
     begun = Begun(monkeypatch, served("new"))
-    begun.wait_for_stage("sharing")
     assert begun.canaries.close()
     assert begun.canaries.states()[0].is_over
     assert begun.said == []
@@ -223,24 +197,30 @@ def test_a_server_that_ends_ends_its_canary(monkeypatch):
 def test_the_same_clients_get_the_share(monkeypatch):
     old, new = served("old"), served("new")
     models = Models(old)
-    canary = models.canaries["m"] = CanaryShare(new, 0.05)
-    taken = {str(each) for each in range(4000) if canary.takes(str(each))}
+    models.canaries["m"] = CanaryShare(new, 0.05)
+
+    def takers(canary):
+        return {str(each) for each in range(4000) if canary.takes(str(each))}
+
+    taken = takers(models.canaries["m"])
     assert 150 < len(taken) < 250
-    assert taken < {str(each) for each in range(4000) if CanaryShare(new, 0.2).takes(str(each))}
-    assert taken != {
-        str(each) for each in range(4000) if CanaryShare(served("x"), 0.05).takes(str(each))
-    }
+    assert taken < takers(CanaryShare(new, 0.2))
+    assert taken != takers(CanaryShare(served("x"), 0.05))
     for who, expected in ((next(iter(taken)), new), ("", old)):
         asking.set(who)
         assert models.get("m") is expected
     assert not CanaryShare(new, 1.0).takes("")  # nobody asks: a swap, or another thread
     assert CanaryShare(new, 1.0).takes("a")
     assert not CanaryShare(new, 0.0).takes("a")
+    assert share_of("5%") == pytest.approx(0.05)
+    for text in ("5", "101%", "-1%", "half"):
+        with pytest.raises(UsageError, match="share: expected"):
+            share_of(text)
 
 
 def test_functions_are_shared_too(bundle_dir, make_recipe, tmp_path):
-    x = [[1.0] * 16] * 2
-    inputs = [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": x}]
+    x = np.ones((2, 16), np.float32)
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": x.tolist()}]
     with (
         load(bundle_dir) as old,
         load(make_recipe(score_scale=2.0).write(tmp_path / "new")) as new,
@@ -259,7 +239,7 @@ def test_functions_are_shared_too(bundle_dir, make_recipe, tmp_path):
             data = answer.json()["outputs"][0]["data"]
             return next(name for name, values in found.items() if data == pytest.approx(values))
 
-        everybody = [str(each) for each in range(12)]
+        everybody = [*map(str, range(12))]
         assert {answered(who, "score") for who in everybody} == {"old"}
         canary = CanaryShare(release, 0.5)
         models.share("m", canary)
@@ -269,10 +249,3 @@ def test_functions_are_shared_too(bundle_dir, make_recipe, tmp_path):
             assert {who for who in everybody if answered(who, model) == "new"} == taken
         models.share("m", None)
         assert {answered(who, "score") for who in everybody} == {"old"}
-
-
-def test_a_share_is_a_part_of_all_requests():
-    assert share_of("5%") == pytest.approx(0.05)
-    for text in ("5", "101%", "-1%", "half"):
-        with pytest.raises(UsageError, match="share: expected"):
-            share_of(text)

@@ -7,13 +7,7 @@ from tests.html_pages import EVIL, alone
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.release_limits import ReleaseLimits
-from prejit.server.releases.gate_report import (
-    verdict_json,
-    verdict_line,
-    verdict_markdown,
-    verdict_page,
-    verdict_table,
-)
+from prejit.server.releases import gate_report
 from prejit.server.releases.gate_run import GateVerdict, requests_of
 from prejit.server.releases.measured_checks import RequestDifference
 from prejit.server.releases.release_contents import ReleaseCheck
@@ -29,24 +23,22 @@ VERDICT = GateVerdict(
 
 def test_a_verdict_is_the_same_in_every_form_and_breaks_none():
     assert not VERDICT.passed
-    assert verdict_line(VERDICT).startswith(
-        "failed: sha256:b may not take the place of sha256:a: tokens;"
-    )
-    found = json.loads(json.dumps(verdict_json(VERDICT)))
+    line = "failed: sha256:b may not take the place of sha256:a: tokens;"
+    assert gate_report.verdict_line(VERDICT).startswith(line)
+    found = json.loads(json.dumps(gate_report.verdict_json(VERDICT)))
     assert (found["passed"], found["limits"]["p95_ms"]) == (False, 7)
     assert [each["outcome"] for each in found["checks"]] == ["passed", "failed"]
-    assert "targets" in verdict_table(VERDICT)
+    assert "targets" in gate_report.verdict_table(VERDICT)
     passed = GateVerdict("sha256:a", "sha256:b", (GOOD,), ReleaseLimits(), 3, (), 1.0)
     assert passed.passed
-    assert "may take the place" in verdict_line(passed)
-    assert "passed the gate" in verdict_markdown(passed)
-    comment = verdict_markdown(VERDICT)
+    assert "may take the place" in gate_report.verdict_line(passed)
+    assert "passed the gate" in gate_report.verdict_markdown(passed)
+    comment = gate_report.verdict_markdown(VERDICT)
     rows = [line for line in comment.splitlines() if line.startswith("| tokens")]
     assert len(rows) == 1
     assert rows[0].replace("\\|", "").count("|") == 6
     assert "<script" not in comment
-    page = verdict_page(VERDICT)
-    alone(page).check_harmless(2)
+    alone(gate_report.verdict_page(VERDICT)).check_harmless(2)
 
 
 def test_a_log_of_several_models_needs_a_name():
@@ -58,10 +50,7 @@ def test_a_log_of_several_models_needs_a_name():
     assert requests_of("l", [start, line("a"), line("a", 500)], None) == ([line("a")], "a", 9)
     both = [line("a"), line("b")]
     assert requests_of("l", both, "b") == ([line("b")], "b", None)
-    for lines, name, found in (
-        (both, None, "a, b"),
-        (both, "c", "a, b"),
-        ([start], None, "no request"),
-    ):
+    wrong = ((both, None, "a, b"), (both, "c", "a, b"), ([start], None, "no request"))
+    for lines, name, found in wrong:
         with pytest.raises(UsageError, match=f"l: expected .* found {found}"):
             requests_of("l", lines, name)

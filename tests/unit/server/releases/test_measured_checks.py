@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from prejit.runtime.format.release_limits import ReleaseLimits
@@ -17,6 +18,7 @@ from prejit.server.releases.measured_checks import (
     time_checks,
     times_of,
 )
+from prejit.server.releases.significance import is_settled, is_slower, paired_ratio
 from prejit.server.telemetry.requestlog import RecordedCall
 
 
@@ -26,10 +28,19 @@ def text(*ids, prompt=4, said="", status=200):
     return BundleAnswer(status, (call,), said, 1.5, 0.25)
 
 
-def test_times_of_an_answer_are_split_at_the_first_token():
+def failed(checks):
+    return [each.name for each in checks if each.outcome == "failed"]
+
+
+def test_times_of_an_answer_are_split_at_the_first_token_and_slow_requests_timed_apart():
     assert times_of(text(1, 2, 3)) == {FIRST: 0.5, NEXT: 0.5, WHOLE: 1.5, CPU: 0.25}
     assert times_of(text(1)) == {FIRST: 0.5, WHOLE: 1.5, CPU: 0.25}
     assert times_of(BundleAnswer(200, (RecordedCall("encode", "m"),), seconds=2)) == {WHOLE: 2}
+    lines = [{"id": str(number)} for number in range(4)]
+    played = [*zip((30.0, 0.5, 0.1, 0.5), lines, strict=True)]
+    assert quick_enough(played) == [lines[2], lines[1]]
+    assert quick_enough(played[:1]) == lines[:1]  # something must be
+    assert quick_enough([]) == []
 
 
 @pytest.mark.parametrize(
@@ -52,28 +63,15 @@ def test_all_tokens_after_the_first_that_differs_count(new, changed, reason):
 
 def test_a_share_of_tokens_may_differ_and_no_request_may_fail():
     answers = ComparedAnswers()
+    [check] = answers.checks(ReleaseLimits())
+    assert (check.outcome, "no request was played" in check.why) == ("noted", True)
     answers.add("a", "/p", text(*range(99)), text(*range(98), 0))
     assert answers.share == pytest.approx(1 / 99)
-
-    def failed(**limits):
-        checks = answers.checks(ReleaseLimits(**limits))
-        return [each.name for each in checks if each.outcome == "failed"]
-
-    assert failed() == ["tokens"]
-    assert failed(max_changed_tokens="2%") == []
+    assert failed(answers.checks(ReleaseLimits())) == ["tokens"]
+    assert failed(answers.checks(ReleaseLimits(max_changed_tokens="2%"))) == []
     answers.add("b", "/p", text(1), text(status=500))
-    assert failed(max_changed_tokens="100%") == ["answers"]
+    assert failed(answers.checks(ReleaseLimits(max_changed_tokens="100%"))) == ["answers"]
     assert [each.id for each in answers.differences] == ["a", "b"]
-
-
-def test_a_verdict_without_a_request_says_so_and_slow_ones_are_timed_apart():
-    lines = [{"id": str(number)} for number in range(4)]
-    played = [*zip((30.0, 0.5, 0.1, 0.5), lines, strict=True)]
-    assert quick_enough(played) == [lines[2], lines[1]]
-    assert quick_enough(played[:1]) == lines[:1]  # something must be
-    assert quick_enough([]) == []
-    [check] = ComparedAnswers().checks(ReleaseLimits())
-    assert (check.outcome, "no request was played" in check.why) == ("noted", True)
 
 
 def test_limits_of_their_own_hold_for_the_new_bundle():
@@ -82,13 +80,10 @@ def test_limits_of_their_own_hold_for_the_new_bundle():
         times.begin_group()
         for _ in range(5):
             times.add({FIRST: 0.1, NEXT: 0.01, WHOLE: 1}, {FIRST: 0.1, NEXT: 0.01, WHOLE: 1})
-
-    def failed(**limits):
-        checks = time_checks(times, PairedTimes(), ReleaseLimits(**limits))
-        return [each.name for each in checks if each.outcome == "failed"]
-
-    assert failed(first_token_ms=101, p95_ms=1001, tokens_per_second=99) == []
-    assert failed(first_token_ms=99, p95_ms=999, tokens_per_second=101) == [
+    kept = ReleaseLimits(first_token_ms=101, p95_ms=1001, tokens_per_second=99)
+    assert failed(time_checks(times, PairedTimes(), kept)) == []
+    broken = ReleaseLimits(first_token_ms=99, p95_ms=999, tokens_per_second=101)
+    assert failed(time_checks(times, PairedTimes(), broken)) == [
         *("first token: limit", "95 % of whole requests: limit", "tokens a second: limit")
     ]
 
@@ -108,3 +103,31 @@ def test_a_slower_bundle_fails_and_a_busy_machine_is_said():
     assert [each.outcome for each in (slower, unknown, alone)] == ["failed", "passed", "passed"]
     assert "expected at most 5 % more; +10.0 %" in slower.why
     assert "vary too much to rule out 5 % more" in unknown.why
+
+
+def groups(random, slower, noise, count=4):
+    """Times on a machine with other work: it slows some runs threefold, and each process has its speed."""
+    found = []
+    for _ in range(count):
+        speeds = np.exp(random.normal(0, 0.01, 2))
+        both = 0.01 * speeds * np.exp(random.normal(0, noise, (200, 2))) * [1, slower]
+        both *= np.where(random.random((200, 2)) < 0.1, 3, 1)
+        found.append([(float(old), float(new)) for old, new in both])
+    return found
+
+
+@pytest.mark.parametrize(("noise", "unseen"), [(0.02, 0), (0.15, 2)])
+def test_a_tenth_is_found_noise_is_not_and_too_few_pairs_settle_nothing(noise, unseen):
+    random = np.random.default_rng(7)
+    wrong = [0, 0]
+    for _ in range(6):
+        beside_itself = paired_ratio(groups(random, 1.0, noise))
+        for place, slower in enumerate((1.0, 1.1)):
+            ratio = paired_ratio(groups(random, slower, noise))
+            wrong[place] += is_slower(ratio, beside_itself, 0.05) != (slower > 1)
+    assert wrong[0] == 0
+    assert wrong[1] <= unseen
+    assert paired_ratio([[], []]) is None
+    for pairs, settled in (([[(1.0, 1.3)], [(1.0, 0.9)]], False), ([[(1.0, 1.0)] * 20] * 3, True)):
+        assert is_settled(paired_ratio(pairs), 0.05) == settled
+    assert not is_settled(None, 0.05)

@@ -4,23 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from prejit.runtime.format.bundle_schema import (
-    Accuracy,
-    Config,
-    Decoder,
-    Descriptor,
-    ImageManifest,
-    Memory,
-    ProgramEntry,
-    Segment,
-)
+from prejit.runtime.format import bundle_schema as schema
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.release_limits import ReleaseLimits
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.machine.fleet_machines import Machine
 from prejit.server.releases.release_contents import ReleaseContents, compare_contents
 
-SEGMENT = Segment(0, 1, "sha256:1", 1, "sha256:2")
+SEGMENT = schema.Segment(0, 1, "sha256:1", 1, "sha256:2")
 V2, V3 = ("sse3", "ssse3"), ("avx2", "sse3", "ssse3")
 
 
@@ -29,19 +20,24 @@ def needs(*features, **more):
 
 
 def program(kind, name="", arguments=(), **bucket):
-    memory = Memory(1000, 0, 0, 0)
-    fields = (name or f"{kind}/{bucket}", kind, bucket, "", arguments, (), SEGMENT, SEGMENT, memory)
-    return ProgramEntry(*fields)
+    given = (name or f"{kind}/{bucket}", kind, bucket, "", arguments, ())
+    return schema.ProgramEntry(*given, SEGMENT, SEGMENT, schema.Memory(1000, 0, 0, 0))
 
 
 def decodes(*buckets):
     return tuple(program("decode", batch=batch, context=context) for batch, context in buckets)
 
 
-DECODER = Decoder("gpt2", 50, "float32", 512, (7,), ())
-CONFIG = Config(1, "m", "v2", needs(*V2), {}, decodes((1, 64), (4, 512)), {}, decoder=DECODER)
-LAYERS = (Descriptor(WEIGHTS_MEDIA_TYPE, "sha256:3", 10_000), Descriptor(CHAT_MEDIA_TYPE, "", 9))
-MANIFEST = ImageManifest(2, "", "", Descriptor("", "", 0), LAYERS, {})
+DECODER = schema.Decoder("gpt2", 50, "float32", 512, (7,), ())
+OTHER_END = replace(DECODER, eos_token_ids=(8,))
+CONFIG = schema.Config(
+    1, "m", "v2", needs(*V2), {}, decodes((1, 64), (4, 512)), {}, decoder=DECODER
+)
+LAYERS = (
+    schema.Descriptor(WEIGHTS_MEDIA_TYPE, "sha256:3", 10_000),
+    schema.Descriptor(CHAT_MEDIA_TYPE, "", 9),
+)
+MANIFEST = schema.ImageManifest(2, "", "", schema.Descriptor("", "", 0), LAYERS, {})
 TARGETS = {"v2": needs(*V2), "v3": needs(*V3)}
 OLD = ReleaseContents(
     *("old", "sha256:a", TARGETS, "v2", "", CONFIG, MANIFEST, {"temperature": 0.7}),
@@ -78,11 +74,10 @@ def test_machines_that_lose_their_target_stop_it(requirements, reason):
 
 
 def test_machines_of_the_fleet_and_this_one_must_not_begin_to_compile():
-    def machine(name, *features):
-        found = Fingerprint("cpu", "x86_64", features, "0.10.2", "", 1, 1)
-        return Machine(name, f"{name}.json", found)
-
-    fleet = (machine("rack-1", *V3), machine("rack-2", *V2), machine("arm"))
+    fleet = [
+        Machine(name, f"{name}.json", Fingerprint("cpu", "x86_64", features, "0.10.2", "", 1, 1))
+        for name, features in (("rack-1", V3), ("rack-2", V2), ("arm", ()))
+    ]
     new = replace(OLD, requirements={"v3": needs(*V3)})
     assert failed(new, OLD, *fleet)["fleet"] == "would compile: rack-2"
     assert "fleet" not in failed(OLD, new, *fleet)  # who compiled before loses nothing
@@ -92,38 +87,41 @@ def test_machines_of_the_fleet_and_this_one_must_not_begin_to_compile():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("new", "check", "reason"),
     [
-        ({"programs": decodes((1, 64), (4, 256))}, "longest context 512 -> 256"),
-        ({"programs": decodes((1, 512))}, "largest batch 4 -> 1"),
-        ({"decoder": replace(DECODER, eos_token_ids=(8,))}, "eos_token_ids (7,) -> (8,)"),
-        ({"decoder": None, "programs": ()}, "longest context 512 -> none"),
+        (with_config(programs=decodes((4, 256))), "programs", "longest context 512 -> 256"),
+        (with_config(programs=decodes((1, 512))), "programs", "largest batch 4 -> 1"),
+        (with_config(decoder=OTHER_END), "programs", "eos_token_ids (7,) -> (8,)"),
+        (with_config(decoder=None, programs=()), "programs", "longest context 512 -> none"),
+        (replace(OLD, defaults={"temperature": 0.2}), "sampling", ""),
+        (replace(OLD, defaults={}), "sampling", ""),
+        (replace(OLD, manifest=replace(MANIFEST, layers=LAYERS[:1])), "chat template", ""),
     ],
 )
-def test_what_callers_can_no_longer_ask_for_stops_it(changes, reason):
-    assert reason in failed(with_config(**changes))["programs"]
+def test_what_callers_can_no_longer_ask_for_stops_it(new, check, reason):
+    assert reason in failed(new)[check]
 
 
 def test_a_function_with_other_arguments_stops_it_and_a_new_one_does_not():
+    def having(*programs):
+        return with_config(programs=(*CONFIG.programs, *programs))
+
     one = program("call", "score/b1", ("x: float32[1]",), batch=1)
     other = program("call", "score/b1", ("x: float32[2]",), batch=1)
     both = program("call", "score/b2", ("x: float32[2]",), batch=2)
-    old = with_config(programs=(*CONFIG.programs, one))
-    assert "score/b1" in failed(with_config(programs=(*CONFIG.programs, other)), old)["programs"]
-    assert failed(with_config(programs=(*CONFIG.programs, one, both)), old) == {}
+    assert "score/b1" in failed(having(other), having(one))["programs"]
+    assert failed(having(one, both), having(one)) == {}
 
 
 def test_sizes_have_a_share_and_an_end_by_the_limits_of_the_release_before():
     def larger(size, **limits):
-        layers = (replace(LAYERS[0], size=size), LAYERS[1])
-        return replace(
-            OLD, manifest=replace(MANIFEST, layers=layers), limits=ReleaseLimits(**limits)
-        )
+        found = replace(MANIFEST, layers=(replace(LAYERS[0], size=size), LAYERS[1]))
+        return replace(OLD, manifest=found, limits=ReleaseLimits(**limits))
 
     assert failed(larger(10_900)) == {}
     assert failed(larger(11_200))["bytes to fetch"] == "expected at most 10 % more, found 12.0 %"
     assert "at most 500 B" in failed(larger(600, bundle_bytes=500))["bytes to fetch"]
-    hungry = tuple(replace(each, memory=Memory(1200, 0, 0, 0)) for each in CONFIG.programs)
+    hungry = tuple(replace(each, memory=schema.Memory(1200, 0, 0, 0)) for each in CONFIG.programs)
     assert "20.0 %" in failed(with_config(programs=hungry))["memory of programs"]
     old = replace(OLD, limits=ReleaseLimits(p95_ms=10))
     new = replace(OLD, limits=ReleaseLimits(p95_ms=90, start_ms=5))
@@ -133,17 +131,9 @@ def test_sizes_have_a_share_and_an_end_by_the_limits_of_the_release_before():
     assert (noted.name, noted.old, noted.new) == ("slo: p95_ms", "10", "90")
 
 
-def test_defaults_of_requests_may_not_change():
-    assert failed(replace(OLD, defaults={"temperature": 0.7})) == {}
-    assert "sampling" in failed(replace(OLD, defaults={"temperature": 0.2}))
-    assert "sampling" in failed(replace(OLD, defaults={}))
-    bare = replace(MANIFEST, layers=LAYERS[:1])
-    assert "chat template" in failed(replace(OLD, manifest=bare))
-
-
 def test_perplexity_is_compared_with_the_same_text_or_else_with_float32():
     def measured(stored, float32=9_000_000, text="a"):
-        return with_config(accuracy=Accuracy("int8", text, 9, float32, stored))
+        return with_config(accuracy=schema.Accuracy("int8", text, 9, float32, stored))
 
     assert failed(measured(9_080_000)) == {}
     assert "1.1 %" in failed(measured(9_100_000))["perplexity"]

@@ -31,12 +31,13 @@ from prejit.server.served.served import Models
 EVERY = 0.02
 
 
-class NotedSwaps:
-    """Swaps that load nothing.
+def priority():
+    """Return that of this thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    Attributes:
-        done: the path that each was asked for, and the priority of its thread.
-    """
+
+class NotedSwaps:
+    """Swaps that load nothing. `done` is the path of each, and the priority of its thread."""
 
     def __init__(self, models):
         self._models, self.done = models, list[tuple[str, int]]()
@@ -44,7 +45,7 @@ class NotedSwaps:
 
     def swap(self, name, path, followed, only):
         assert self._models.get(name) is only
-        self.done.append((path, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        self.done.append((path, priority()))
         if not self.has_room:
             raise NoRoomError("m: expected 5 bytes for its programs, found 4 left", hint="more")
         reference = parse_reference(path)
@@ -54,15 +55,7 @@ class NotedSwaps:
 
 @dataclass
 class Following:
-    """A server that follows a tag.
-
-    Attributes:
-        registry, at: where it follows which tag.
-        models: what it serves.
-        newer: a bundle that it does not serve.
-        said: what it has told who started it.
-        swaps: what it has swapped.
-    """
+    """A server that follows a tag, and a newer bundle that it does not serve."""
 
     registry: FakeRegistry
     at: Reference
@@ -102,10 +95,7 @@ def following(bundle_dir, make_recipe, tmp_path, monkeypatch):
 def test_a_newer_bundle_is_served_and_an_older_one_too(following, bundle_dir, monkeypatch):
     nice = set[int]()
 
-    def noted(self, at):
-        nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    monkeypatch.setattr(BundleFollowing, "_go_on", noted)
+    monkeypatch.setattr(BundleFollowing, "_go_on", lambda self, at: nice.add(priority()))
     older = following.digest
     with following.follow():
         newer = following.release(following.newer)
@@ -119,6 +109,10 @@ def test_a_newer_bundle_is_served_and_an_older_one_too(following, bundle_dir, mo
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert following.swaps.done == [(str(following.at.at(each)), own) for each in (newer, older)]
     assert nice == {19}
+    following.release(following.newer)
+    with following.follow(every=3600) as found:
+        found.look()  # it need not wait for the interval
+        wait_for(lambda: following.digest == newer)
 
 
 def test_a_directory_that_becomes_another_bundle_is_served(following, bundle_dir, tmp_path):
@@ -135,21 +129,9 @@ def test_a_directory_that_becomes_another_bundle_is_served(following, bundle_dir
     assert [path for path, _ in following.swaps.done] == [str(link)]
 
 
-def test_who_asks_it_to_look_need_not_wait_for_the_interval(following):
-    newer = following.release(following.newer)
-    with following.follow(every=3600) as found:
-        found.look()
-        wait_for(lambda: following.digest == newer)
-
-
 def test_a_registry_that_fails_is_asked_ever_less_and_told_once(following):
     asked = []
-
-    def fail(method, path):
-        asked.append(time.monotonic())
-        return 500
-
-    following.registry.fault = fail
+    following.registry.fault = lambda *_: asked.append(time.monotonic()) or 500
     with following.follow():
         wait_for(lambda: len(asked) >= 5)
         pauses = [after - before for before, after in pairwise(asked)]
@@ -174,17 +156,15 @@ def test_what_a_policy_refuses_is_not_fetched(following, tmp_path, monkeypatch):
 
 
 def test_a_disk_without_room_is_told_before_anything_is_fetched(following, monkeypatch):
-    free = [1000]
-    monkeypatch.setattr(
-        machine_store.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=free[0])
-    )
+    disk = SimpleNamespace(total=10**9, free=1000)
+    monkeypatch.setattr(machine_store.shutil, "disk_usage", lambda path: disk)
     newer = following.release(following.newer)
     with following.follow():
         wait_for(lambda: following.said)
         assert "free bytes on its disk" in following.said[0]
         assert "found 1000" in following.said[0]
         assert following.registry.count("GET", "/blobs/") == 0
-        free[0] = 10**9
+        disk.free = 10**9
         wait_for(lambda: following.digest == newer)
 
 
@@ -193,11 +173,8 @@ def test_a_bundle_without_room_is_loaded_again_only_when_there_may_be_some(follo
     swaps.has_room = False
     newer = following.release(following.newer)
     with following.follow() as found:
-        for count, change in (
-            (1, lambda: None),
-            (2, found.look),
-            (3, lambda: models.put("x", None)),
-        ):
+        changes = (lambda: None), found.look, (lambda: models.put("x", None))
+        for count, change in enumerate(changes, 1):
             change()
             wait_for(lambda count=count: len(swaps.done) == count)
             asked = following.registry.count("GET", "/manifests/")
@@ -211,18 +188,12 @@ def test_a_bundle_without_room_is_loaded_again_only_when_there_may_be_some(follo
 
 
 def test_a_server_that_ends_waits_for_no_transfer(following):
-    sent = []
-
-    def stall(method, path):
-        if method == "GET" and "/blobs/" in path:
-            sent.append(path)
-            return "stall"
-        return None
-
-    following.registry.fault = stall
+    following.registry.fault = lambda method, path: (
+        "stall" if method == "GET" and "/blobs/" in path else None
+    )
     following.release(following.newer)
     with following.follow():
-        wait_for(lambda: sent)
+        wait_for(lambda: following.registry.count("GET", "/blobs/"))
         began = time.monotonic()
     assert time.monotonic() - began < 10
     assert not following.swaps.done

@@ -1,8 +1,9 @@
 """A swap that fails leaves the server as it was, and nobody loses a bundle that a request still uses."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.server.running import wait_for
@@ -20,19 +21,15 @@ class StandInBundle:
 
     config = SimpleNamespace(decoder=None)
 
-    def __init__(
-        self,
-        digest,
-        wrong=(),
-        programs=MappingProxyType({"decode": 0.0, "prefill": 0.0}),
-        *,
-        matched=True,
-    ):
+    def __init__(self, digest, wrong=(), seconds=(0.0, 0.0), *, matched=True):
         self.digest, self._wrong, self.done = digest, wrong, list[str]()
-        self._programs, self.matched = programs, matched
+        self._seconds, self.matched = seconds, matched
 
     def report(self):
-        return [ProgramReport(name, "", seconds) for name, seconds in self._programs.items()]
+        names = ("decode", "prefill", "copy")[: len(self._seconds)]
+        return [
+            ProgramReport(name, "", each) for name, each in zip(names, self._seconds, strict=True)
+        ]
 
     def finish(self):
         self.done.append("finish")
@@ -70,19 +67,11 @@ def said(monkeypatch):
 
 
 class StandInLoads:
-    """Loads one bundle, or fails.
-
-    Attributes:
-        fetched: the paths that were fetched.
-        stalls: for each path that does not come before its event.
-        room: raised where a model wakes.
-    """
+    """Loads one bundle, or fails. `room` is raised where a model wakes."""
 
     def __init__(self, found):
         self._found = found
-        self.fetched = []
-        self.stalls = {}
-        self.room = None
+        self.fetched, self.stalls, self.room = [], {}, None
 
     def fetch(self, path):
         self.fetched.append(path)
@@ -107,7 +96,7 @@ def swapping(models, found):
 
 
 def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(said):
-    before = served("sha256:1", programs={"decode": 0.2, "copy": 0.1, "prefill": 0.0})
+    before = served("sha256:1", seconds=(0.2, 0.0, 0.1))
     after = served("sha256:2")
     models = Models(before)
     epoch = models.running.begin()
@@ -123,6 +112,10 @@ def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(said
     models.running.end(later)
     assert "m: swapped sha256:1 for sha256:2 of v2" in said[0]
     assert dict(models.swaps) == {("m", "done"): 1}
+    asleep = served("sha256:3")
+    asleep.engine.sleeper.is_sleeping = True
+    swapping(Models(served("sha256:1")), asleep).swap("m", "v2")
+    assert asleep.bundle.done[-1] == "sleep"  # it keeps no programs after its trial
 
 
 @pytest.mark.parametrize(
@@ -158,13 +151,6 @@ def test_the_same_bundle_or_what_an_operator_has_swapped_meanwhile_stays(said):
     assert (said, dict(models.swaps)) == ([], {})
 
 
-def test_a_model_that_sleeps_after_its_trial_keeps_no_programs(said):
-    after = served("sha256:2")
-    after.engine.sleeper.is_sleeping = True
-    swapping(Models(served("sha256:1")), after).swap("m", "v2")
-    assert after.bundle.done[-1] == "sleep"
-
-
 def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said):
     models, loads = Models(served("sha256:1")), StandInLoads(served("sha256:2"))
     swaps = BundleSwaps(models, loads, 60)
@@ -190,22 +176,15 @@ def test_a_fetch_that_stalls_holds_up_no_other_change_and_comes_too_late(said):
     loads = StandInLoads(after)
     loads.stalls = {"slow": threading.Event()}
     swaps = BundleSwaps(models, loads, 60)
-    failed = []
-
-    def stall():
-        try:
-            swaps.swap("m", "slow")
-        except UsageError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=stall)
-    thread.start()
-    wait_for(lambda: loads.fetched == ["slow"])
-    swaps.remove("other")
-    assert swaps.swap("m", "v2").bundle is after.bundle
-    loads.stalls["slow"].set()
-    thread.join(60)
-    assert "m: expected no later change while slow was fetched, found sha256:2" in str(failed[0])
+    with ThreadPoolExecutor(1) as pool:
+        stalled = pool.submit(swaps.swap, "m", "slow")
+        wait_for(lambda: loads.fetched == ["slow"])
+        swaps.remove("other")
+        assert swaps.swap("m", "v2").bundle is after.bundle
+        loads.stalls["slow"].set()
+    message = "m: expected no later change while slow was fetched, found sha256:2"
+    with pytest.raises(UsageError, match=message):
+        stalled.result()
     assert models.get("m").bundle is after.bundle
     assert models.swaps == {("m", "done"): 1, ("m", "failed"): 1}
 
@@ -234,8 +213,7 @@ def test_a_model_that_is_added_is_tried_first_and_one_that_is_removed_is_freed_l
         swaps.add("m", "v2")
     assert after.bundle.done == []
     assert swaps.add("", "v2") is models.get("other")
-    compiled = ["decode", "prefill"]
-    assert after.bundle.done == ["wake", "finish", *compiled]
+    assert after.bundle.done == ["wake", "finish", "decode", "prefill"]
     epoch = models.running.begin()
     assert swaps.remove("m") is before
     with pytest.raises(ModelNotFoundError, match=r"\('other'\), found 'm'"):
@@ -277,12 +255,10 @@ def test_an_epoch_ends_with_the_requests_that_began_before_it():
     first = [running.begin(), running.begin()]
     assert not running.wait_for_earlier(0.01)
     second = running.begin()
-    ended = []
-    waiting = threading.Thread(target=lambda: ended.append(running.wait_for_earlier(60)))
-    waiting.start()
-    for epoch in first:
-        running.end(epoch)
-    assert not ended
-    running.end(second)
-    waiting.join(60)
-    assert ended == [True]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(running.wait_for_earlier, 60)
+        for epoch in first:
+            running.end(epoch)
+        assert not waiting.done()
+        running.end(second)
+        assert waiting.result()

@@ -3,18 +3,9 @@
 import ctypes
 import os
 import re
-import subprocess
 import sys
 
 import pytest
-
-
-def printed(code, environment=None):
-    """Return what some code prints in a process of its own."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout
-
 
 ARENAS = """
 import ctypes, re, sys, threading
@@ -44,10 +35,11 @@ libc.fflush(out)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc's malloc")
 @pytest.mark.parametrize(("chosen", "expected"), [({}, 2), ({"MALLOC_ARENA_MAX": "5"}, 5)])
-def test_threads_share_few_arenas(chosen, expected):
+def test_threads_share_few_arenas(chosen, expected, run_python, monkeypatch):
     """Half of the heap of a busy server was free, in arenas of threads that needed no memory just then."""
-    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
-    assert printed(ARENAS, environment | chosen).count("<heap nr=") == expected
+    for name in [name for name in os.environ if "MALLOC" in name]:
+        monkeypatch.delenv(name)
+    assert run_python(ARENAS, env=chosen).stdout.count("<heap nr=") == expected
 
 
 FREED = """
@@ -80,8 +72,8 @@ print(before - resident())
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc's malloc")
-def test_free_memory_goes_back_to_the_system():
-    assert int(printed(FREED)) > 50_000_000
+def test_free_memory_goes_back_to_the_system(run_python):
+    assert int(run_python(FREED).stdout) > 50_000_000
 
 
 SMALL_PAGES = """
@@ -93,6 +85,6 @@ print(open("/proc/self/status").read())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
-def test_huge_pages_are_off():
+def test_huge_pages_are_off(run_python):
     """The kernel joined pages of the heap that were mostly free: they were resident again."""
-    assert re.search(r"^THP_enabled:\s+0$", printed(SMALL_PAGES), re.MULTILINE)
+    assert re.search(r"^THP_enabled:\s+0$", run_python(SMALL_PAGES).stdout, re.MULTILINE)

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from tests.waiting import wait_for
 
 from prejit.runtime.errors import ClosedError
 from prejit.runtime.generation.cache_plan import CODE_TIMES
@@ -36,17 +38,20 @@ class StandInEngine:
         return found
 
 
+def engines(*needs):
+    """Return engines that share 10 bytes."""
+    shared = ModelMemory(10, 0)
+    return [StandInEngine(shared, need) for need in needs]
+
+
 def awake(*engines):
     return [not each.sleeper.is_sleeping for each in engines]
 
 
 def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed():
-    shared = ModelMemory(10, 0)
-    a, b, c = (StandInEngine(shared, 4) for _ in range(3))
+    a, b, c = engines(4, 4, 4)
     assert awake(a, b, c) == [False, False, False]
-    assert a.use()
-    assert b.use()
-    assert a.use()
+    assert (a.use(), b.use(), a.use()) == (True, True, True)
     assert awake(a, b, c) == [True, True, False]
     assert c.use()
     assert awake(a, b, c) == [True, False, True]
@@ -56,8 +61,7 @@ def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed():
 
 
 def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
-    shared = ModelMemory(10, 0)
-    a, b = (StandInEngine(shared, 6) for _ in range(2))
+    a, b = engines(6, 6)
     a.sleeper.begin()
     assert not b.use()
     a.sleeper.end()
@@ -67,8 +71,7 @@ def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
     a.live = 0
     assert b.use()
     assert awake(a, b) == [False, True]
-    shared = ModelMemory(10, 0)
-    a, b, c = (StandInEngine(shared, need) for need in (6, 4, 8))
+    a, b, c = engines(6, 4, 8)
     a.sleeper.begin()
     assert b.use()
     assert not c.use()
@@ -77,8 +80,7 @@ def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
 
 def test_busy_models_take_turns(monkeypatch):
     monkeypatch.setattr(model_memory, "_PATIENCE_SECONDS", 0.05)
-    shared = ModelMemory(10, 0)
-    a, b = (StandInEngine(shared, 6) for _ in range(2))
+    a, b = engines(6, 6)
     a.live = b.live = 1  # requests wait for both, all the time
     turns = []
     ends = threading.Event()
@@ -95,16 +97,13 @@ def test_busy_models_take_turns(monkeypatch):
             time.sleep(0.002)
             engine.sleeper.end()
 
-    threads = [threading.Thread(target=run, args=(each,)) for each in (a, b)]
-    for each in threads:
-        each.start()
-    until = time.monotonic() + 60
-    while len(turns) < 6 and time.monotonic() < until:
-        time.sleep(0.01)
-    ends.set()
-    for each in threads:
-        each.join(60)
-    assert len(turns) >= 6
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.map(run, (a, b))
+        try:
+            wait_for(lambda: len(turns) >= 6)
+        finally:
+            ends.set()
+    assert list(running) == [None, None]
     assert a.sleeper.metrics().wakes >= 3
 
 
@@ -120,7 +119,7 @@ def bundle(code, stacks=None):
     return SimpleNamespace(config=config, decoder=SimpleNamespace(device=None))
 
 
-def test_what_is_left_for_one_more_with_and_without_a_limit(monkeypatch):
+def test_what_is_left_for_one_more_with_and_without_a_limit_or_adapters(monkeypatch):
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
     shared = ModelMemory(None, 2)
     assert shared.for_caches("a", bundle(1000)) == 5000  # at the start, one more comes
@@ -129,36 +128,31 @@ def test_what_is_left_for_one_more_with_and_without_a_limit(monkeypatch):
     StandInEngine(shared, 1000, growth=1000)
     need = 100 * CODE_TIMES + 10
     assert shared.for_caches("c", bundle(100)) == 10_000 - 4000 - need
-    with pytest.raises(
-        NoRoomError, match=r"c: expected 25,010 bytes for its programs, found 6,000"
-    ) as caught:
+    message = r"c: expected 25,010 bytes for its programs, found 6,000"
+    with pytest.raises(NoRoomError, match=message) as caught:
         shared.for_caches("c", bundle(1000))
     assert "; these could sleep: of-" in str(caught.value.hint)
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 4000)
     shared = ModelMemory(9000, 1)
-    need = 100 * CODE_TIMES + 10
     assert shared.for_caches("a", bundle(100)) == 4000 - need  # the system has less than the limit
     one = StandInEngine(shared, 8000)
     assert one.use()
     assert shared.for_caches("b", bundle(100)) == 9000 - need
     with pytest.raises(NoRoomError, match="found 9,000 left"):
         shared.for_caches("b", bundle(1000))
-
-
-def test_the_stacks_of_adapters_are_not_counted(monkeypatch):
+    # The stacks of adapters are not part of what an engine may take.
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
     stacks = ('["q.A","h.0"] float32[2,1,4,25]', '["q.B","h.0"] float32[2,1,4,25]')
     shared = ModelMemory(9000, 0)
     one, other = StandInEngine(shared, 5000, stacks=stacks), StandInEngine(shared, 3000)
-    assert one.use()
-    assert other.use()
-    assert awake(one, other) == [False, True], (
-        "1,600 bytes are the adapters' of the one that sleeps"
-    )
-    assert shared.for_caches("b", bundle(100)) == 9000 - 1600 - 100 * CODE_TIMES - 10
-    with pytest.raises(
-        NoRoomError, match=r"4,110 bytes for its programs and adapters, found 4,100 left"
-    ):
+    assert (one.use(), other.use()) == (True, True)
+    assert awake(one, other) == [
+        False,
+        True,
+    ]  # 1,600 bytes are the adapters' of the one that sleeps
+    assert shared.for_caches("b", bundle(100)) == 9000 - 1600 - need
+    message = "4,110 bytes for its programs and adapters, found 4,100 left"
+    with pytest.raises(NoRoomError, match=message):
         ModelMemory(4100, 0).for_caches("b", bundle(100, stacks))
 
 

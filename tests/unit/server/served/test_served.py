@@ -1,19 +1,32 @@
-"""Two bundles of one name, and a state that goes back, would serve the wrong model or one too early."""
+"""Models of a server, the grammars of its clients, and the first program that returns no numbers."""
 
+import asyncio
+import gc
+import weakref
+from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from tests.odd_weights import spoil_weights
 from tests.unit.server.running import served
 
+from prejit.runtime import load
 from prejit.runtime.errors import UsageError
+from prejit.server import Engine
+from prejit.server.grammar.grammar_sources import GrammarSource
+from prejit.server.served import client_grammars, number_checks
+from prejit.server.served.number_checks import check_numbers
 from prejit.server.served.served import ModelNotFoundError, Models
+from prejit.server.telemetry.engine_profile import record
+from prejit.server.telemetry.metrics_collector import EngineCollector
 
 
 def bundle(name):
     return SimpleNamespace(name=name)
 
 
-def test_a_name_is_that_of_one_bundle_and_others_are_refused():
+def test_a_name_is_that_of_one_bundle_and_drain_reaches_every_engine():
     models = Models(served(bundle("one")), served(bundle("two")))
     assert models.get("two").bundle.name == "two"
     with pytest.raises(ModelNotFoundError, match=r"'one', 'two'.*found 'three'"):
@@ -22,17 +35,21 @@ def test_a_name_is_that_of_one_bundle_and_others_are_refused():
         models.add(served(bundle("one")))
     models.add(served(bundle("one"), "other"))
     assert [each.name for each in models] == ["one", "two", "other"]
+    assert models.drain()
+    assert [each.engine.drained for each in models] == [True, True, True]
+    assert models.undrain()
+    assert [each.engine.drained for each in models] == [False, False, False]
     models.close()
 
 
 def test_a_drain_while_it_loads_can_be_undone_and_a_server_that_ends_stays_so():
     models = Models()
+    assert models.state == "loading"
     assert models.drain()
     assert not models.change("loading", "ready")
     assert models.undrain()
     assert models.state == "ready"
     models = Models()
-    assert models.state == "loading"
     assert models.drain(ends=True)
     assert not models.change("loading", "ready")
     assert models.state == "draining"
@@ -40,11 +57,66 @@ def test_a_drain_while_it_loads_can_be_undone_and_a_server_that_ends_stays_so():
     assert models.state == "draining"
 
 
-def test_drain_reaches_every_engine_and_undrain_too():
-    models = Models(served(bundle("one")), served(bundle("two")))
-    engines = [each.engine for each in models]
-    assert models.drain()
-    assert [each.drained for each in engines] == [True, True]
-    assert models.undrain()
-    assert [each.drained for each in engines] == [False, False]
-    models.close()
+def test_a_refused_grammar_leaves_nothing_behind(monkeypatch):
+    """Its schema, and the pipes of its process, would stay for long."""
+    kept = []
+
+    def refuse_mask(*_):
+        large = type("Large", (), {})()
+        kept.append(weakref.ref(large))
+        raise UsageError("no grammar")
+
+    refusing = SimpleNamespace(kept_mask=lambda *_: None, mask=refuse_mask, stop_trial=lambda: None)
+    monkeypatch.setattr(client_grammars, "Grammars", lambda *_, **__: refusing)
+    unused = None
+
+    async def refuse():
+        compiling = client_grammars.Compiling()
+        with pytest.raises(UsageError):
+            await compiling.mask(unused, GrammarSource("{", "a grammar", (), False), None, "me")
+        compiling.close()
+
+    gc.disable()
+    try:
+        asyncio.run(refuse())
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_the_first_program_with_a_nan_is_said_and_every_run_counts(decoder_dir, monkeypatch):
+    said = []
+    models = Models()
+    odd_runs = models.odd_runs
+    monkeypatch.setattr(number_checks, "say", said.append)
+    with load(decoder_dir) as bundle:
+        engine = Engine(bundle)
+        check_numbers("m", bundle, odd_runs)
+
+        def ask():
+            engine.submit([1, 2, 3], max_new_tokens=4, stop_token_ids=()).exception(60)
+
+        record([("m", bundle, engine)], ask)  # which watches runs itself, until it ends
+        ask()
+        assert (said, dict(odd_runs)) == ([], {})
+        spoil_weights(bundle)
+        ask()
+        once = odd_runs.total()
+        ask()
+        engine.close()
+    assert odd_runs.total() > once > 0
+    metrics = {metric.name: metric.samples for metric in EngineCollector(models).collect()}
+    samples = metrics["prejit_odd_runs"]
+    assert sum(sample.value for sample in samples) == odd_runs.total()
+    assert {sample.labels["model_name"] for sample in samples} == {"m"}
+    [text] = said
+    assert "m: the first program that returns no numbers: decoder: " in text
+    assert "expected numbers, found nan at " in text
+
+
+def test_functions_may_return_infinities(bundle_dir):
+    odd_runs = Counter()
+    with load(bundle_dir) as bundle:
+        check_numbers("m", bundle, odd_runs)
+        assert not np.isfinite(bundle.call("score", x=np.full((2, 16), np.inf, np.float32))).all()
+    assert not odd_runs

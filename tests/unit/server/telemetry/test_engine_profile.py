@@ -1,5 +1,7 @@
 """Whether a recording shows what ran under the names that users know, and leaves nothing behind."""
 
+import collections
+import contextlib
 import gzip
 import json
 import time
@@ -10,6 +12,7 @@ from tests.unit.server.running import running, wait_for
 
 from prejit.runtime import UsageError, load
 from prejit.runtime.cli.commands import run
+from prejit.runtime.errors import NetworkError
 from prejit.server import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.admin import make_admin
@@ -30,10 +33,9 @@ def bundle(decoder_dir):
 
 @pytest.fixture(scope="module")
 def engine(bundle):
-    engine = Engine(bundle)
-    ask(engine)  # programs are loaded and run once
-    yield engine
-    engine.close()
+    with contextlib.closing(Engine(bundle)) as engine:
+        ask(engine)  # programs are loaded and run once
+        yield engine
 
 
 def ask(engine):
@@ -61,9 +63,9 @@ def test_a_recording_has_our_names_in_its_tables_parts_and_trace(recorded, bundl
     assert recorded.tokens == NEW
     # Floats of so many nanoseconds have steps of 256.
     assert all(type(part.start) is type(part.end) is int for part in recorded.parts)
-    groups = {}
+    groups = collections.defaultdict(list)
     for part in recorded.parts:
-        groups.setdefault(part.group, []).append(part)
+        groups[part.group].append(part)
     whole, *parts = groups["requests"]
     assert (whole.name, whole.about) == ("tiny: generate", {"tokens": NEW})
     assert [part.name for part in parts][-1] == "decode"
@@ -98,12 +100,10 @@ def test_nothing_is_left_when_a_recording_ends(bundle, engine):
 
 
 def test_programs_of_two_models_are_told_apart(bundle, engine, decoder_dir):
-    with load(decoder_dir) as other:
-        second = Engine(other)
+    with load(decoder_dir) as other, contextlib.closing(Engine(other)) as second:
         ask(second)  # golden answers of first loads are no calls
         both = [("first", bundle, engine), ("second", other, second)]
         recording = record(both, lambda: (ask(engine), ask(second)))
-        second.close()
     found = read_time_line(*read_recording(recording))
     names = {total.program.partition(": ")[0] for total in found.programs}
     assert names == {"first", "second"}
@@ -116,12 +116,8 @@ def test_a_bundle_that_is_closed_meanwhile_spoils_nothing(decoder_dir):
     closing = load(decoder_dir)
     engine = Engine(closing)
     ask(engine)
-
-    def close():
-        ask(engine)
-        closing.close()
-
-    xspace, spans = read_recording(record([("tiny", closing, engine)], close))
+    recording = record([("tiny", closing, engine)], lambda: (ask(engine), closing.close()))
+    xspace, spans = read_recording(recording)
     assert spans.runs
     assert read_time_line(xspace, spans).kernels  # under the names of XLA's modules
     XlaSession().stop()
@@ -139,7 +135,9 @@ def test_runs_that_no_call_fits_have_the_name_of_their_module():
     assert profile_time_line._kernel(events[1], names, kernels).name == "norm"
 
 
-def test_the_command_writes_a_trace_and_xprofs_files(decoder_dir, tmp_path, capsys):
+def test_the_command_writes_a_trace_and_xprofs_files_and_calls_functions_on_zeros(
+    decoder_dir, bundle_dir, tmp_path, capsys
+):
     trace, xprof = tmp_path / "trace.json.gz", tmp_path / "xprof"
     options = ["--seconds", "0.05", "-o", str(trace), "--xprof", str(xprof)]
     assert run(["profile", str(decoder_dir), *options]) == 0
@@ -149,15 +147,14 @@ def test_the_command_writes_a_trace_and_xprofs_files(decoder_dir, tmp_path, caps
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     [plane] = xprof.glob("plugins/profile/*/*.xplane.pb")
     assert plane.stat().st_size > 1000
-
-
-def test_functions_are_called_on_zeros(bundle_dir, capsys):
     assert run(["profile", str(bundle_dir), "--seconds", "0.02", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"score/b2"} <= {total["program"] for total in found["programs"]}
+    with pytest.raises(NetworkError, match="cannot ask the server"):
+        run(["profile", f"unix:{tmp_path / 'none'}"])
 
 
-def test_a_server_is_asked_at_its_admin_address(bundle, engine):
+def test_a_server_records_at_its_admin_address_until_its_client_goes(bundle, engine):
     models = Models(Served("tiny", bundle, engine, 0))
     app = make_admin(models, Settings(), None, None, None)
     client = TestClient(app)
@@ -173,27 +170,12 @@ def test_a_server_is_asked_at_its_admin_address(bundle, engine):
         session.stop()
     assert busy.status_code == 409
     assert "not profiled" in busy.json()["error"]["message"]
-
-
-def test_a_recording_ends_with_the_connection_of_its_client(bundle, engine):
-    models = Models(Served("tiny", bundle, engine, 0))
-    app = make_admin(models, Settings(), None, None, None)
     programs = bundle.decoder.programs
     name = next(iter(programs.obtained()))
     before = programs[name]
-    body = b'{"seconds": 60}'
-    head = b"POST /profile HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     with running(models, Settings(), app) as server:
-        with server.connect() as client:
-            client.sendall(head + body)
+        with server.send("/profile", {"seconds": 60}):
             wait_for(lambda: programs[name] is not before)
         began = time.monotonic()
         wait_for(lambda: programs[name] is before)
         assert time.monotonic() - began < 30
-
-
-def test_a_place_that_is_no_admin_address_is_named(tmp_path):
-    from prejit.runtime.errors import NetworkError
-
-    with pytest.raises(NetworkError, match="cannot ask the server"):
-        run(["profile", f"unix:{tmp_path / 'none'}"])

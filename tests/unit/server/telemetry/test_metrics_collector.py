@@ -34,16 +34,14 @@ VLLM = {
 }
 
 
-def scrape(of, accept=""):
-    response = TestClient(Starlette(routes=list(operator_routes(of)))).get(
-        "/metrics", headers={"accept": accept}
-    )
-    assert response.status_code == 200
-    return response.text
+def client(of):
+    return TestClient(Starlette(routes=list(operator_routes(of))))
 
 
 def families(of):
-    return {family.name: family for family in parse_text(scrape(of))}
+    response = client(of).get("/metrics")
+    assert response.status_code == 200
+    return {family.name: family for family in parse_text(response.text)}
 
 
 def value(of, sample, **labels):
@@ -56,8 +54,10 @@ def value(of, sample, **labels):
     return found
 
 
-def named(requests):
-    return dict(zip(("kind", "program"), requests, strict=True))
+def ours(of, requests, name, **labels):
+    """Return the value of one of our series of such requests."""
+    named = dict(zip(("kind", "program"), requests, strict=True))
+    return value(of, f"prejit_{name}", **named, **labels)
 
 
 def test_histograms_are_cumulative_and_count_every_request():
@@ -85,39 +85,34 @@ def test_every_end_of_a_generation_is_counted_once_and_failures_do_not_make_late
         engine.recorder.finished(reason, 0.001)
     generations.submitted()
     of = Models(served(engine=engine))
-    assert value(of, "vllm:num_requests_waiting") == 1
-    assert value(of, "vllm:num_requests_running") == 0
-    prompts = value(of, "vllm:prompt_tokens_total")
-    assert prompts == value(of, "vllm:prefix_cache_queries_total") == 20
-    assert value(of, "vllm:prefix_cache_hits_total") == 8
-    assert value(of, "vllm:generation_tokens_total") == 12
-    ended = {
-        reason: value(of, "vllm:request_success_total", finished_reason=reason)
-        for reason in ("stop", "length", "abort", "error")
-    }
-    assert ended == {"stop": 1, "length": 2, "abort": 2, "error": 2}
-
-    def ours(name, **labels):
-        return value(of, f"prejit_{name}", **named(GENERATE), **labels)
-
-    ends = {reason: ours("requests_total", reason=reason) for reason in REASONS}
+    for name, total in (
+        *(("num_requests_waiting", 1), ("num_requests_running", 0), ("prompt_tokens_total", 20)),
+        *(("prefix_cache_queries_total", 20), ("prefix_cache_hits_total", 8)),
+        ("generation_tokens_total", 12),
+    ):
+        assert value(of, f"vllm:{name}") == total, name
+    for reason, count in (("stop", 1), ("length", 2), ("abort", 2), ("error", 2)):
+        assert value(of, "vllm:request_success_total", finished_reason=reason) == count, reason
+    ends = {reason: ours(of, GENERATE, "requests_total", reason=reason) for reason in REASONS}
     once = ("stop", "length", "context", "nan", "refused", "deadline", "cancelled", "error")
     assert ends == dict.fromkeys(REASONS, 0) | dict.fromkeys(once, 1)
-    assert ours("device_busy_seconds_total") == pytest.approx(0.24)
-    assert (ours("runs_total"), ours("rows_total"), ours("padded_rows_total")) == (8, 4, 28)
-    assert (ours("useful_positions_total"), ours("computed_positions_total")) == (20, 28)
-    assert ours("request_seconds_count") == ours("request_run_seconds_count") == 4
+    assert ours(of, GENERATE, "device_busy_seconds_total") == pytest.approx(0.24)
     for name, total in (
-        ("vllm:e2e_request_latency_seconds", 4 * 0.16),
-        ("vllm:request_prefill_time_seconds", 4 * 0.02),
-        ("vllm:request_decode_time_seconds", 4 * 0.04),
-        ("vllm:request_prompt_tokens", 4 * 5),
-        ("vllm:request_generation_tokens", 4 * 3),
+        *(("runs_total", 8), ("rows_total", 4), ("padded_rows_total", 28)),
+        *(("useful_positions_total", 20), ("computed_positions_total", 28)),
+        *(("request_seconds_count", 4), ("request_run_seconds_count", 4)),
     ):
-        assert value(of, f"{name}_count") == 4
-        assert value(of, f"{name}_sum") == pytest.approx(total)
-    assert value(of, "vllm:inter_token_latency_seconds_count") == 8
-    assert value(of, "vllm:inter_token_latency_seconds_sum") == pytest.approx(4 * 0.04)
+        assert ours(of, GENERATE, name) == total, name
+    for name, count, total in (
+        ("e2e_request_latency_seconds", 4, 4 * 0.16),
+        ("request_prefill_time_seconds", 4, 4 * 0.02),
+        ("request_decode_time_seconds", 4, 4 * 0.04),
+        ("request_prompt_tokens", 4, 4 * 5),
+        ("request_generation_tokens", 4, 4 * 3),
+        ("inter_token_latency_seconds", 8, 4 * 0.04),
+    ):
+        assert value(of, f"vllm:{name}_count") == count, name
+        assert value(of, f"vllm:{name}_sum") == pytest.approx(total), name
 
 
 def test_encodings_are_requests_like_others():
@@ -127,26 +122,26 @@ def test_encodings_are_requests_like_others():
     engine.encodings.submitted()
     engine.encodings.admitted(0.5)
     of = Models(served(engine=engine))
-
-    def ours(name, **labels):
-        return value(of, f"prejit_{name}", **named(ENCODE), **labels)
-
-    assert (ours("requests_total", reason="done"), ours("requests_total", reason="nan")) == (2, 1)
-    assert (ours("requests_running"), ours("requests_waiting")) == (1, 0)
-    assert (ours("useful_positions_total"), ours("computed_positions_total")) == (30, 192)
-    assert ours("request_queue_seconds_count") == 4
-    assert ours("request_run_seconds_sum") == pytest.approx(0.03)
-    assert ours("request_seconds_sum") == pytest.approx(0.06)
+    for reason, count in (("done", 2), ("nan", 1)):
+        assert ours(of, ENCODE, "requests_total", reason=reason) == count
+    for name, total in (
+        *(("requests_running", 1), ("requests_waiting", 0), ("request_queue_seconds_count", 4)),
+        *(("useful_positions_total", 30), ("computed_positions_total", 192)),
+        *(("request_run_seconds_sum", 0.03), ("request_seconds_sum", 0.06)),
+    ):
+        assert ours(of, ENCODE, name) == pytest.approx(total), name
     # vLLM's series have them, too: gateways balance by them.
-    assert value(of, "vllm:num_requests_running") == 1
+    for name, total in (
+        *(("num_requests_running", 1), ("prompt_tokens_total", 30)),
+        ("prefix_cache_queries_total", 0),
+    ):
+        assert value(of, f"vllm:{name}") == total, name
     assert value(of, "vllm:request_success_total", finished_reason="stop") == 2
-    assert value(of, "vllm:prompt_tokens_total") == 30
-    assert value(of, "vllm:prefix_cache_queries_total") == 0
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
 def test_promtool_complains_of_no_name_but_those_of_vllm():
-    page = scrape(Models(served()))
+    page = client(Models(served())).get("/metrics").text
     done = subprocess.run(
         [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
     )
@@ -181,11 +176,11 @@ def test_the_parts_of_a_start_come_after_the_first_answer_and_without_idle_time(
     one = served(engine=engine)
     report = one.bundle.start_report()
     vars(one.bundle)["start_report"] = lambda: calls.append(1) or report
-    client = TestClient(Starlette(routes=list(operator_routes(Models(one)))))
-    assert "prejit_start_seconds{" not in client.get("/metrics").text
+    found = client(Models(one))
+    assert "prejit_start_seconds{" not in found.get("/metrics").text
     engine.request()
     for _ in range(2):
-        text = client.get("/metrics").text
+        text = found.get("/metrics").text
         assert 'prejit_start_seconds{model_name="demo",part="loading"} 0.5' in text
         assert 'part="other"' not in text
     assert calls == [1]  # it looks at the disk
@@ -195,8 +190,7 @@ def test_fallbacks_swaps_and_lost_lines_are_counted_and_a_wrong_answer_is_seen(m
     monkeypatch.setattr(fallback_reporting, "_counts", {"jaxlib": 2})
     of = Models(served("a"), served("b", matched=False))
     assert value(of, "prejit_fallbacks_total", axis="jaxlib") == 2
-    assert value(of, "prejit_target_matched", model_name="a") == 1
-    assert value(of, "prejit_target_matched", model_name="b") == 0
+    assert [value(of, "prejit_target_matched", model_name=each) for each in "ab"] == [1, 0]
     swaps = {"model_name": "a", "outcome": "failed"}
     assert value(of, "prejit_swaps_total", **swaps) == value(of, "prejit_log_lines_lost_total") == 0
     of.swaps["a", "failed"] += 1
@@ -209,7 +203,7 @@ def test_names_of_vllm_have_types_and_labels_and_two_bundles_do_not_share_a_seri
     strange, first = 'a"b\\c\nd', StandIn()
     first.request()
     of = Models(served("a", first), served(strange, StandIn(slots=4)))
-    text = scrape(of, OPENMETRICS)
+    text = client(of).get("/metrics", headers={"accept": OPENMETRICS}).text
     assert text.endswith("# EOF\n")
     new = {family.name: family for family in parse_openmetrics(text)}  # raises if it is malformed
     assert {sample.name for family in new.values() for sample in family.samples} == {
@@ -218,6 +212,6 @@ def test_names_of_vllm_have_types_and_labels_and_two_bundles_do_not_share_a_seri
     assert {name: new[name].type for name in VLLM} == VLLM
     labels = {sample.labels["engine"] for name in VLLM for sample in new[name].samples}
     assert labels == {"0"}
-    assert value(of, "vllm:generation_tokens_total", model_name="a") == 3
-    assert value(of, "vllm:generation_tokens_total", model_name=strange) == 0
+    tokens = [value(of, "vllm:generation_tokens_total", model_name=each) for each in ("a", strange)]
+    assert tokens == [3, 0]
     assert value(of, "prejit_slots", model_name=strange) == 4

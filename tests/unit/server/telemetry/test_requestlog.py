@@ -64,25 +64,22 @@ def test_calls_of_a_request_are_recorded_with_their_results(engine, stand_in):
 
     first, whole, cut = recorded(work)
     names = ("prompt_tokens", "reused_tokens", "new_tokens", "queue_seconds", "first_token_seconds")
-    cost = {name: getattr(stats(), name) for name in names}
-    tokens = {"token_ids": [1, 2, 3], "finish_reason": "length", **cost}
-    assert first == {"kind": "generate", "model": "demo", "seed": 3, **tokens}
-    assert whole == {"kind": "generate", "model": "demo", "seed": None, **tokens}
+    call = {"kind": "generate", "model": "demo", "token_ids": [1, 2, 3], "finish_reason": "length"}
+    call |= {name: getattr(stats(), name) for name in names}
+    assert (first, whole) == (call | {"seed": 3}, call | {"seed": None})
     assert (cut["token_ids"], cut["finish_reason"]) == ([1], "")
     stand_in.result = {"a": (np.zeros(2), None), "b": np.array([True])}
-    encoded, called = recorded(
-        lambda: (
-            engine.submit_encode(["a"]),
-            engine.submit_client_call("", NO_LIMITS, "score", x=1),
-        )
-    )
+    [encoded] = recorded(lambda: engine.submit_encode(["a"]))
+    [called] = recorded(lambda: engine.submit_client_call("", NO_LIMITS, "score", x=1))
     assert encoded["arrays"]["embeddings"]["shape"] == [2, 3]
     assert (encoded["sentences"], encoded["tokens"]) == (2, 7)  # `prejit suggest` reads them
     assert called["program"] == "score"
     assert called["arrays"].keys() == {"result.a.0", "result.b"}
 
 
-def test_a_replay_gives_each_call_its_seed_and_other_calls_are_not_recorded(engine, stand_in):
+def test_a_replay_gives_each_call_its_seed_and_no_call_of_another_request_is_recorded(
+    engine, stand_in
+):
     calls = recorded(lambda: [engine.submit("a", seed=1) for _ in range(3)], [7, None])
     assert [call["seed"] for call in calls] == [7, 1, 1]
     assert [options["seed"] for options in stand_in.options] == [7, 1, 1]
@@ -90,19 +87,18 @@ def test_a_replay_gives_each_call_its_seed_and_other_calls_are_not_recorded(engi
     assert isinstance(engine.stream("a"), StandInStream)
     assert engine.metrics().slots == 8
 
-
-def test_requests_at_the_same_time_keep_their_calls_apart(engine):
+    # Requests at the same time keep their calls apart.
     async def one(count):
         current.set(mine := entry())
         for _ in range(count):
             await asyncio.sleep(0)
             engine.submit("a")
-        return len(mine.calls)
+        assert len(mine.calls) == count
 
-    async def all_():
-        return await asyncio.gather(*map(one, range(10)))
+    async def together():
+        await asyncio.gather(*map(one, range(10)))
 
-    assert asyncio.run(all_()) == list(range(10))
+    asyncio.run(together())
 
 
 def test_rounding_changes_the_digest_and_hardly_the_norm():
@@ -192,7 +188,7 @@ def test_a_log_is_for_its_owner_alone(tmp_path, monkeypatch):
         RequestLog(str(tmp_path / "no" / "log"))
 
 
-def test_lines_of_two_servers_stay_whole(tmp_path):
+def test_lines_of_two_servers_stay_whole_and_one_that_a_crash_cut_is_noted(tmp_path):
     path = tmp_path / "log"
     logs = [RequestLog(str(path)), RequestLog(str(path))]
     for turn in range(40):
@@ -203,10 +199,6 @@ def test_lines_of_two_servers_stay_whole(tmp_path):
         log.close()
     bodies = [json.loads(line)["body"] for line in path.read_text().splitlines()]
     assert [len(body) for body in bodies] == [10_000] * 40
-
-
-def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path):
-    path = tmp_path / "log"
     path.write_bytes(b'{"event":"start"}\n[]\n{"event":"request"}\n{"event":"requ')
     notes = []
     assert [line["event"] for line in log_lines(str(path), notes)] == ["start", "request"]
