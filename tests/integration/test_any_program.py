@@ -210,15 +210,13 @@ def test_many_steps_on_the_device_have_the_bits_of_jit(bundle, users_code):
 
 def test_steps_may_follow_each_other_without_waiting(bundle, users_code):
     one, other = (bundle.bind("train", state=users_code.first_state(), mode="tanh") for _ in "ab")
-    batch = X[0].copy()
-    pending = []
-    for number in range(9):
-        batch[...] = X[number]
-        pending.append(one.call_async(x=batch, y=Y[number]))
+    batch, pending = X[0].copy(), []
+    for x, y in zip(X, Y, strict=True):
+        batch[...] = x
+        pending.append(one.call_async(x=batch, y=y))
         batch[...] = np.nan  # the call has its own copy
-    assert [each.result() for each in pending] == [
-        other(x=x, y=y) for x, y in zip(X, Y, strict=True)
-    ]
+    expected = [other(x=x, y=y) for x, y in zip(X, Y, strict=True)]
+    assert [each.result() for each in pending] == expected
     assert all(each.done() for each in pending)
 
 
@@ -273,14 +271,23 @@ def test_programs_that_were_exported_elsewhere_run(bundle):
     assert rows.tolist() == [6, 6]
 
 
-@pytest.mark.parametrize(("size", "bucket", "padding"), [(1, 2, 0.5), (3, 8, 0.625), (8, 8, 0)])
-def test_fewer_rows_are_padded_and_cut(size, bucket, padding, bundle):
-    x = RANDOM.standard_normal((size, 3), np.float32)
-    pending = bundle.call_async("rows", x=x)
-    assert (pending.program, pending.padding) == (f"rows/batch{bucket}", padding)
-    found = pending.result()
-    np.testing.assert_array_equal(found["double"], x * 2)
-    np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
+def test_fewer_rows_are_padded_and_cut_and_a_mask_says_what_is_padding(bundle):
+    import jax
+
+    for size, bucket, padding in ((1, 2, 0.5), (3, 8, 0.625), (8, 8, 0)):
+        x = RANDOM.standard_normal((size, 3), np.float32)
+        pending = bundle.call_async("rows", x=x)
+        assert (pending.program, pending.padding) == (f"rows/batch{bucket}", padding)
+        found = pending.result()
+        np.testing.assert_array_equal(found["double"], x * 2)
+        np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
+    for shape in ((1, 3), (3, 5), (4, 8)):
+        tokens = RANDOM.standard_normal(shape, np.float32)
+        assert bundle.call("mean", tokens) == pytest.approx(tokens.mean(), rel=1e-5, abs=1e-6)
+        valid = np.arange(tokens.size).reshape(shape) % 2 == 0
+        expected = pytest.approx(tokens[valid].mean(), rel=1e-5, abs=1e-6)
+        assert bundle.call("mean", tokens, valid) == expected
+    assert isinstance(bundle.call("mean", jax.numpy.asarray(tokens)), jax.Array)
 
 
 def test_a_pipeline_keeps_its_arrays_on_the_device(bundle, users_code):
@@ -303,18 +310,6 @@ def test_a_pipeline_keeps_its_arrays_on_the_device(bundle, users_code):
     np.testing.assert_array_equal(np.asarray(encoded), np.outer(text, text))
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (3, 5), (4, 8)])
-def test_a_mask_says_what_is_padding(shape, bundle):
-    import jax
-
-    tokens = RANDOM.standard_normal(shape, np.float32)
-    assert bundle.call("mean", tokens) == pytest.approx(tokens.mean(), rel=1e-5, abs=1e-6)
-    valid = np.arange(tokens.size).reshape(shape) % 2 == 0
-    expected = pytest.approx(tokens[valid].mean(), rel=1e-5, abs=1e-6)
-    assert bundle.call("mean", tokens, valid) == expected
-    assert isinstance(bundle.call("mean", jax.numpy.asarray(tokens)), jax.Array)
-
-
 ROW, THREE, FOUR = (np.zeros(size, np.float32) for size in ((1, 3), 3, 4))
 WRONG_USES = [
     (lambda b: b.call("train", x=X[0], y=Y[0], mode="relu"), "state.* is missing"),
@@ -334,14 +329,14 @@ WRONG_USES = [
 
 
 def test_a_wrong_use_says_what_was_expected(bundle, users_code):
-    for call, message in WRONG_USES:
+    given = {"state": users_code.first_state(), "x": X[0], "y": Y[0]}
+    of_mode = [
+        (lambda b: b.call("train", **given, mode="relu"), "mode: expected 'tanh', found 'relu'"),
+        (lambda b: b.call("train", **given), "mode is missing: expected 'linear'"),
+    ]
+    for call, message in (*WRONG_USES, *of_mode):
         with pytest.raises(UsageError, match=message):
             call(bundle)
-    given = {"state": users_code.first_state(), "x": X[0], "y": Y[0]}
-    with pytest.raises(UsageError, match="mode: expected 'tanh', found 'relu'"):
-        bundle.call("train", **given, mode="relu")
-    with pytest.raises(UsageError, match="mode is missing: expected 'linear'"):
-        bundle.call("train", **given)
 
 
 def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_path, capsys):
@@ -373,24 +368,20 @@ BAD_FILES = [
 ]
 
 
+PADDED = 'args = ["float32[{batch}, 3]"]\nbuckets = { batch = [2] }\npad = ["batch"]'
 BAD_FUNCTIONS = [
     ("users_code:Norm", 'args = ["float32[3]"]', "found the class"),
     ("users_code:not_callable", 'args = ["float32[3]"]', "expected something to call"),
     ("users_code:train_step", 'args = ["float32[3]"]', "cannot lower"),
-    (
-        "users_code:keeps_no_batch",
-        'args = ["float32[{batch}, 3]"]\nbuckets = { batch = [2] }\npad = ["batch"]',
-        "expected dimensions that are 'batch', and dimension 0 of result 0 is 6",
-    ),
+    ("users_code:keeps_no_batch", PADDED, "'batch', and dimension 0 of result 0 is 6"),
 ]
 
 
 def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_built(
     run, tmp_path
 ):
-    (tmp_path / "users_code.py").write_text(
-        MODULE + "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
-    )
+    keeps_no_batch = "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
+    (tmp_path / "users_code.py").write_text(MODULE + keeps_no_batch)
     functions = [*BAD_FUNCTIONS, ("users_code:rows", 'args = ["float32[1, 3]"]', "")]
     for place, (name, content, keys, message) in enumerate(BAD_FILES):
         file = tmp_path / f"{place}{name}"

@@ -1,7 +1,6 @@
 """`jit`: the same results as jax.jit, from the executables of a bundle where they fit."""
 
 import contextlib
-import json
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from flax import struct
 from jax import monitoring
 from tests.threads import in_threads
 
-from prejit.compiler import Manifest, Mesh, Program, build, program
+from prejit.compiler import Program, build, program
 from prejit.runtime import Fingerprint, MismatchError, UsageError, fallback_counts, jit, load
 from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning
@@ -170,7 +169,12 @@ def same(one, other):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-6)
 
 
-def test_a_call_that_fits_compiles_nothing(bundle_path, events):
+@pytest.mark.parametrize("has_private_parts", [True, False])
+def test_a_call_that_fits_compiles_nothing(
+    bundle_path, monkeypatch, events, strict, has_private_parts
+):
+    if not has_private_parts:  # of jax
+        monkeypatch.setattr(_jit_dispatch.Dispatch, "of", lambda jitted: None)
     x, on_device = jnp.arange(8.0), jax.device_put(jnp.arange(8.0), jax.devices()[0])
     host = np.arange(8, dtype=np.float64)  # jax makes it float32
     scored = jit(score, bundle=bundle_path)
@@ -180,6 +184,12 @@ def test_a_call_that_fits_compiles_nothing(bundle_path, events):
     assert scored.stats() == type(scored.stats())(("score",), (), ())
     for result, each in zip(results, (x, on_device, host) * 2, strict=True):
         same(result, jax.jit(score)(each))
+    same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
+    assert scored.eval_shape(x).shape == (8,)
+    with pytest.warns(match="found float32"):
+        same(scored(jnp.ones(9)), jax.jit(score)(jnp.ones(9)))
+    z, a = jnp.arange(4.0), jnp.ones(4)
+    same(strict(affine)(z, a), jax.jit(affine)(z, a))
 
 
 def test_buckets_of_a_loaded_bundle_without_what_it_compiled_here(bundle_path):
@@ -266,8 +276,6 @@ def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path):
         with contextlib.nullcontext() if fits else warns:
             same(call(jitted), call(jax.jit(columns)))
         assert jitted.stats().loaded == ("placed",) * fits
-    assert program(columns, x).args == [x]
-    assert program(columns, x=x).args == {"x": x}
 
 
 def test_state_with_random_keys_comes_back_as_the_applications_classes(bundle_path, events, strict):
@@ -471,23 +479,6 @@ def test_mistakes_of_the_caller(bundle_path, strict):
     same(exact(jnp.ones(8)), jax.jit(score)(jnp.ones(8)))
 
 
-def test_a_jax_without_its_private_parts(bundle_path, monkeypatch, events, strict):
-    monkeypatch.setattr(_jit_dispatch.Dispatch, "of", lambda jitted: None)
-    x = jnp.arange(8.0)
-    scored = jit(score, bundle=bundle_path)
-    events.clear()
-    results = [scored(x) for _ in range(2)]
-    assert events == []
-    assert scored.stats().loaded == ("score",)
-    same(results[1], jax.jit(score)(x))
-    same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
-    assert scored.eval_shape(x).shape == (8,)
-    with pytest.warns(match="found float32"):
-        same(scored(jnp.ones(9)), jax.jit(score)(jnp.ones(9)))
-    z, a = jnp.arange(4.0), jnp.ones(4)
-    same(strict(affine)(z, a), jax.jit(affine)(z, a))
-
-
 def test_caches_of_jax_may_be_cleared(events, strict):
     scored, x = strict(score), jnp.ones(8)
     first = scored(x)
@@ -495,89 +486,3 @@ def test_caches_of_jax_may_be_cleared(events, strict):
     events.clear()
     same(scored(x), first)
     assert BACKEND_COMPILE not in events
-
-
-STEP = """
-import jax, jax.numpy as jnp
-
-def step(state, x):
-    def loss(w):
-        return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
-"""
-ON_A_MESH = """
-import json, sys
-sys.path.insert(0, sys.argv[2])
-import jax, jax.numpy as jnp, numpy as np
-from jax import monitoring
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from mesh_step import step
-from prejit.runtime import UsageError, jit
-
-compiles = []
-monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiles.append(event))
-
-grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "columns"))
-split = lambda array, *axes: jax.device_put(array, NamedSharding(grid, P(*axes)))
-random = np.random.default_rng(0)
-up, down, x = (random.standard_normal(shape, np.float32) for shape in ((8, 16), (16, 4), (4, 8)))
-make = lambda: {"up": split(up, None, "columns"), "down": split(down, "columns")}
-ours = jit(step, bundle=sys.argv[1], on_miss="error", donate_argnames="state")
-plain = jax.jit(step, donate_argnames="state")
-mine, theirs, given = make(), make(), split(x, "rows")
-expected, found, before = [], [], 0
-for number in range(4):
-    theirs, loss = plain(state=theirs, x=given)
-    expected.append(float(loss))
-before = len([each for each in compiles if "backend_compile" in each])
-for number in range(4):
-    kept = mine
-    mine, loss = ours(state=mine, x=given)
-    found.append(float(loss))
-    assert kept["up"].is_deleted()
-after = len([each for each in compiles if "backend_compile" in each])
-told = ""
-try:
-    ours(state=make(), x=split(x, None, "columns"))
-except UsageError as error:
-    told = str(error)
-host, loss = ours(state={"up": up, "down": down}, x=x)
-print(json.dumps({
-    "found": found, "expected": expected, "compiled": after - before, "told": told, "host": float(loss),
-    "split": str(mine["up"].sharding.spec), "loaded": ours.stats().loaded,
-}))
-"""
-
-
-@pytest.mark.thorough
-def test_a_program_on_a_mesh_takes_arrays_that_are_split_as_it_wants(
-    tmp_path, build_cache, python, monkeypatch
-):
-    (tmp_path / "mesh_step.py").write_text(STEP)
-    monkeypatch.syspath_prepend(tmp_path)
-    from mesh_step import step
-
-    state = {"up": "float32[8,16]", "down": "float32[16,4]"}
-    split = {"x": ["data"], "state.up": ["", "tensor"], "state.down": ["tensor"]}
-    args = {"state": state, "x": "float32[4,8]"}
-    manifest = Manifest(
-        "mesh",
-        targets=["cpu-host"],
-        mesh=Mesh(2, 2),
-        programs=[Program("step", step, args, donate=["state"], shardings=split)],
-    )
-    path = build(manifest, tmp_path, cache=build_cache, quiet=True).path
-    said = python(ON_A_MESH, path, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-    result = json.loads(said.stdout.splitlines()[-1])
-    np.testing.assert_allclose(result["found"], result["expected"], rtol=1e-6)
-    assert result["compiled"] == 0
-    assert result["loaded"] == ["step"]
-    assert result["host"] == pytest.approx(result["expected"][0], rel=1e-6)
-    assert "tensor" in result["split"]
-    assert "x: expected it split as" in result["told"]
-
-    here = jit(step, bundle=path, on_miss="error", donate_argnames="state")
-    with pytest.raises(UsageError, match="expected 4 devices for its mesh, found 1"):
-        here(state={"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}, x=jnp.ones((4, 8)))

@@ -4,7 +4,6 @@ import contextlib
 import enum
 import functools
 import importlib
-import itertools
 import json
 import sys
 import threading
@@ -21,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from flax.core import FrozenDict, freeze
+from flax.core import freeze
 from flax.training.train_state import TrainState
 from tests.manifests import functions_manifest
 
@@ -197,38 +196,6 @@ def test_a_function_is_compared_with_what_it_closes_over_by_now(tmp_path, build_
     assert ours.stats().loaded == ("use/n2-c=0",)
 
 
-@pytest.mark.thorough
-def test_another_process_finds_equal_static_values(static_bundle, run_python, tmp_path):
-    code = f"""
-import json, sys
-sys.path[:0] = {sys.path!r}
-from {__name__} import STATIC, X, jit, load, use
-
-bundle = load(sys.argv[1], on_mismatch="error")
-results = {{}}
-for name, (c, _) in STATIC.items():
-    function = jit(use, bundle=bundle, name=name, static_argnames="c", on_miss="error")
-    results[name] = [str(each) for each in function(X, c)]
-print(json.dumps(results))
-"""
-    done = run_python(code, static_bundle, env={"PYTHONHASHSEED": "7"})
-    for name, found in json.loads(done.stdout).items():
-        assert found == [str(each) for each in use(X, STATIC[name][0])], name
-
-
-def test_a_method_whose_object_is_static(tmp_path, build_cache):
-    def bundled(k):
-        function = jit(ByIdentity.scaled, bundle=path, static_argnums=0, name="scaled")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            return function(ByIdentity(k), X).tolist(), len(function.stats().loaded)
-
-    example = jax.jit(ByIdentity.scaled, static_argnums=0)
-    path = build(program(example, ByIdentity(3), X), tmp_path, cache=build_cache, quiet=True).path
-    assert bundled(3) == ((X * 3).tolist(), 1)
-    assert bundled(4) == ((X * 4).tolist(), 0)
-
-
 class Scale:
     def __init__(self, k):
         self.k = k
@@ -323,7 +290,7 @@ STATE = {
     "placed": (lambda k: functools.partial(pow, k), "partial 0: expected 2.0, found 3.0"),
     "keywords": (
         lambda k: functools.partial(
-            in_order, **dict(sorted({"a": 1, "bb": 2}.items(), reverse=k > 2))
+            in_order, **({"a": 1, "bb": 2} if k < 3 else {"bb": 2, "a": 1})
         ),
         "partial keywords: expected {'a': 1, 'bb': 2}, found {'bb': 2, 'a': 1}",
     ),
@@ -399,22 +366,30 @@ def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
 
 
 @pytest.mark.thorough
-def test_another_process_finds_functions_that_hold_the_same(state_bundle, run_python):
+def test_another_process_finds_equal_static_values_and_functions(
+    static_bundle, state_bundle, run_python
+):
     code = f"""
 import json, sys
 sys.path[:0] = {sys.path!r}
-from {__name__} import STATE, X, jit
+from {__name__} import STATE, STATIC, X, jit, use
 
-loaded = {{}}
-for name, (make, _) in STATE.items():
-    function = jit(make(float(sys.argv[2])), bundle=sys.argv[1], name=name)
-    function(X)
-    loaded[name] = function.stats().loaded
-print(json.dumps(loaded))
+results, loaded = {{}}, {{}}
+for name, (c, _) in STATIC.items():
+    function = jit(use, bundle=sys.argv[1], name=name, static_argnames="c", on_miss="error")
+    results[name] = [str(each) for each in function(X, c)]
+for k in (2, 3):
+    for name, (make, _) in STATE.items():
+        function = jit(make(float(k)), bundle=sys.argv[2], name=name)
+        function(X)
+        loaded[f"{{name}} {{k}}"] = function.stats().loaded
+print(json.dumps([results, loaded]))
 """
-    for k, fits in ((2, True), (3, False)):
-        done = run_python(code, state_bundle, str(k), env={"PYTHONHASHSEED": "7"})
-        assert json.loads(done.stdout) == {name: [name] * fits for name in STATE}
+    done = run_python(code, static_bundle, state_bundle, env={"PYTHONHASHSEED": "7"})
+    results, loaded = json.loads(done.stdout)
+    for name, (c, _) in STATIC.items():
+        assert results[name] == [str(each) for each in use(X, c)], name
+    assert loaded == {f"{name} {k}": [name] * (k == 2) for name in STATE for k in (2, 3)}
 
 
 HELD = """
@@ -433,22 +408,18 @@ def scaled(x, k=2.0, *, mode="double"):
 
 def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_cache, monkeypatch):
     (tmp_path / "held.py").write_text(HELD)
-    programs = {
-        "step": 'function = "held:step"\nargs = ["float32[4]"]',
-        "scaled": 'function = "held:scaled"\nargs = ["float32[4]"]\nstatic = { mode = ["double"] }',
-    }
+    keys = 'function = "held:{}"\nargs = ["float32[4]"]\n'
+    programs = {"step": keys.format("step")}
+    programs["scaled"] = keys.format("scaled") + 'static = { mode = ["double"] }'
     manifest = functions_manifest(tmp_path / "held.toml", programs)
     bundle = load(build(manifest, tmp_path, cache=build_cache, quiet=True).path)
     again = build(manifest, tmp_path / "again", cache=build_cache, quiet=True)  # of a stored trace
     assert again.digest == bundle.digest
+    half, two = (f'["float","0x1.0000000000000p{power}"]' for power in ("-1", "+1"))
     source = {"module held": json.dumps(digest_of(HELD.encode()))}
     assert [each.state for each in bundle.config.programs] == [
-        {
-            "closure rate": '["float","0x1.0000000000000p-1"]',
-            "function": '"held:make.<locals>.step"',
-            **source,
-        },
-        {"default k": '["float","0x1.0000000000000p+1"]', "function": '"held:scaled"', **source},
+        {"closure rate": half, "function": '"held:make.<locals>.step"', **source},
+        {"default k": two, "function": '"held:scaled"', **source},
     ]
     monkeypatch.syspath_prepend(tmp_path)
     held = importlib.import_module("held")
@@ -539,13 +510,8 @@ def mapping_step(mappings, x):
 
 def first_mappings():
     state = nnx.State({"layer": {"w": nnx.Param(X)}, "mean": nnx.BatchStat(X)})
-    ordered = OrderedDict(b=X, a=X)
-    return {
-        "frozen": freeze({"a": X}),
-        "default": defaultdict(int, a=X),
-        "ordered": ordered,
-        "state": state,
-    }
+    plain = {"frozen": freeze({"a": X}), "default": defaultdict(int, a=X)}
+    return {**plain, "ordered": OrderedDict(b=X, a=X), "state": state}
 
 
 def first_train_state():
@@ -584,61 +550,6 @@ def test_results_of_registered_classes_need_no_trace(registered_bundle, name):
         jitted(found["next"] if name == "keyed_step" else found, X)  # it is a next argument
 
 
-class Named(enum.StrEnum):
-    A = "a"
-
-
-def made_by(factor):
-    @jax.tree_util.register_dataclass
-    @dataclass
-    class Scaled:
-        a: Any
-
-        def __len__(self):
-            return factor
-
-    return Scaled(X)
-
-
-def by_class(given):
-    """Return a number that tells the class of a value, and those of its keys."""
-    own = {dict: 2, OrderedDict: 3, defaultdict: 5, FrozenDict: 7, nnx.State: 11}.get(
-        type(given), 13
-    )
-    keys = [*getattr(given, "keys", list)()]
-    return X * own * len(given) * (len(keys) + sum(type(key) is str for key in keys))
-
-
-CLASSES = {
-    "dict": lambda: {"a": X},
-    "ordered": lambda: OrderedDict(a=X),
-    "default": lambda: defaultdict(int, a=X),
-    "frozen": lambda: freeze({"a": X}),
-    "state": lambda: nnx.State({"a": X}),
-    "enum-key": lambda: {Named.A: X},
-    "local": lambda: made_by(2),
-    "other-local": lambda: made_by(3),
-}
-
-
-@pytest.mark.thorough
-def test_values_that_look_alike_but_are_of_other_classes(tmp_path, build_cache):
-    built = CLASSES.keys() - {"enum-key"}
-    programs = [
-        program(jit(by_class, bundle="none", name=name), CLASSES[name]()) for name in sorted(built)
-    ]
-    bundle = load(build(programs, tmp_path, name="classes", cache=build_cache, quiet=True).path)
-    for name, (given, make) in itertools.product(built, CLASSES.items()):
-        # Of one function jax keeps a trace for keys that are equal, whatever their classes are.
-        function = jit(functools.partial(by_class), bundle=bundle, name=name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            np.testing.assert_array_equal(function(make()), by_class(make()))
-        assert bool(function.stats().loaded) == (name == given and "local" not in name)
-    with pytest.raises(UsageError, match="found another class of this name, such as one that a f"):
-        jit(by_class, bundle=bundle, name="local", on_miss="error")(made_by(2))
-
-
 AXES = ("dp", "fsdp", "tp")
 AUTO = (jax.sharding.AxisType.Auto,) * 3
 
@@ -654,9 +565,8 @@ def split_options(mesh):
     def on(*axes):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
-    state = {"w": on("fsdp", "tp"), "step": on()}
-    rows = on(("dp", "fsdp"))
-    return {"in_shardings": (state, rows), "out_shardings": (state, rows), "donate_argnums": 0}
+    shardings = {"w": on("fsdp", "tp"), "step": on()}, on(("dp", "fsdp"))
+    return {"in_shardings": shardings, "out_shardings": shardings, "donate_argnums": 0}
 
 
 def split_state():
@@ -668,7 +578,7 @@ import json, sys, warnings
 sys.path[:0] = {path!r}
 import jax, jax.numpy as jnp
 from {name} import AUTO, AXES, build, jit, program, split_options, split_state, split_step, twice
-from prejit.runtime.errors import BuildError
+from prejit.runtime.errors import BuildError, UsageError
 
 warnings.simplefilter("ignore")
 X = jnp.arange(16.0).reshape(4, 4)
@@ -697,6 +607,16 @@ with jax.set_mesh(explicit):
     compare("set mesh", donated, split_state(), X)
 typed = jax.device_put(X, jax.sharding.NamedSharding(explicit, rows.spec))
 compare("explicit", donated, split_state(), typed)
+strict = jit(split_step, bundle=sys.argv[1], on_miss="error", donate_argnums=0)
+kept = jax.device_put(split_state(), state)
+following, _ = strict(kept, jax.device_put(X, rows))
+assert kept["w"].is_deleted() and following["w"].sharding == state["w"]
+try:
+    strict(following, jax.device_put(X, state["w"]))
+except UsageError as error:
+    assert "x: expected it split as" in str(error), error
+else:
+    raise AssertionError("it took an array that is split otherwise")
 
 
 def constrained(x):
@@ -723,10 +643,13 @@ def test_shardings_of_jit_on_a_mesh_with_any_axes(tmp_path, build_cache, python)
     whole = {"0.w": ("fsdp", "tp"), "result.0.w": ("fsdp", "tp")}
     assert made.shardings == {**whole, "1": ("dp+fsdp",), "result.1": ("dp+fsdp",)}
     path = build(made, tmp_path, cache=build_cache, quiet=True).path
+    with pytest.raises(UsageError, match="expected 4 devices for its mesh, found 1"):
+        jit(split_step, bundle=path, on_miss="error", donate_argnums=0)(
+            split_state(), jnp.ones((4, 4))
+        )
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     code = ON_A_MESH.format(path=sys.path, name=__name__)
-    said = python(
-        code, path, tmp_path, build_cache, XLA_FLAGS="--xla_force_host_platform_device_count=4"
-    )
+    said = python(code, path, tmp_path, build_cache, **flags)
     report = json.loads(said.stdout.splitlines()[-1])
     loaded, compiled, is_same = report.pop("as built")
     assert (loaded, compiled, is_same) == (["split_step"], [], True)
@@ -743,44 +666,29 @@ def test_shardings_of_jit_on_a_mesh_with_any_axes(tmp_path, build_cache, python)
         assert is_same or case == "no shardings", case
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (
-            lambda: jax.jit(use, compiler_options={"xla_cpu_enable_fast_math": True}),
-            "without compiler_options",
-        ),
-        (
-            lambda: jax.jit(use, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
-            "NamedSharding",
-        ),
-        (
-            lambda: jax.jit(use, **_split((2,), jax.sharding.AxisType.Explicit)),
-            "axes are of the type Auto",
-        ),
-        (lambda: jax.jit(use, **_split((1,), AUTO[0])), "mesh of several devices"),
-        (
-            lambda: jax.jit(
-                use, **_split((2,), AUTO[0]), out_shardings=_split((4,), AUTO[0])["in_shardings"]
-            ),
-            "one mesh",
-        ),
-    ],
-)
-def test_what_jit_was_given_and_no_bundle_has_is_refused(make, expected):
-    with pytest.raises(ManifestError, match=f"program 'use': .*{expected}"):
-        program(make(), X, X)
-
-
-def _split(sizes, kind):
+def _split(sizes, kind=AUTO[0]):
     mesh = jax.sharding.AbstractMesh(sizes, ("tp",), axis_types=(kind,))
-    return {"in_shardings": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))}
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))
 
 
-def test_options_of_jit(loaded):
-    function = jit(
-        use, bundle=loaded, name="float", static_argnames="c", keep_unused=True, inline=True
-    )
+REFUSED_OPTIONS = (
+    (lambda: {"compiler_options": {"xla_cpu_enable_fast_math": True}}, "without compiler_options"),
+    (
+        lambda: {"in_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+        "NamedSharding",
+    ),
+    (lambda: {"in_shardings": _split((2,), jax.sharding.AxisType.Explicit)}, "of the type Auto"),
+    (lambda: {"in_shardings": _split((1,))}, "mesh of several devices"),
+    (lambda: {"in_shardings": _split((2,)), "out_shardings": _split((4,))}, "one mesh"),
+)
+
+
+def test_options_of_jit_are_taken_or_refused(loaded):
+    for make, expected in REFUSED_OPTIONS:
+        with pytest.raises(ManifestError, match=f"program 'use': .*{expected}"):
+            program(jax.jit(use, **make()), X, X)
+    kept = {"static_argnames": "c", "keep_unused": True, "inline": True}
+    function = jit(use, bundle=loaded, name="float", **kept)
     np.testing.assert_array_equal(function(X, 0.5), X / 2)
     assert function.stats().loaded == ("float/c=0.5",)
     with pytest.raises(

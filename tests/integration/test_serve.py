@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 import httpx
@@ -106,8 +105,6 @@ def over(socket_path):
 
 
 def check_replay_and_gate(old, new, log, directory, capsys):
-    """Check that replay and gate stop a bundle that answers the requests of a log otherwise."""
-
     def said(*words, status):
         assert main([*map(str, words), "--json"]) == status
         return json.loads(capsys.readouterr().out)
@@ -189,7 +186,6 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
         ended = state()
         assert (ended["stage"], ended["model"]) == ("rolled back", "example")
         assert "expected other values" in ended["why"]
-        assert infer(server).json()["outputs"] == expected
         wrong = [
             ({"bundle": str(other), "model": "x"}, 404, "expected one of the served models"),
             ({}, 400, "expected the release to try, found none"),
@@ -205,31 +201,7 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
     assert "Traceback" not in server.said
 
 
-@pytest.mark.thorough
-def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(serve, bundle_dir, tmp_path):
-    path = tmp_path / "admin"
-    server = serve(bundle_dir, "--admin", path, "--drain-seconds", "1")
-    server.wait_until_ready()
-    with socket.create_server(("127.0.0.1", 0)) as silent, over(path) as admin:
-        reference = f"oci://127.0.0.1:{silent.getsockname()[1]}/x:y"
-        with ThreadPoolExecutor(8) as pool:
-            swaps = [pool.submit(admin.post, "/swap", json={"bundle": reference}) for _ in range(8)]
-            silent.accept()[0].detach()  # it stays open
-            assert admin.post("/undrain").status_code == 200
-            assert admin.post("/sleep").status_code == 200
-            other = {"model": "other", "bundle": str(bundle_dir)}
-            assert admin.post("/add", json=other).status_code == 200
-            assert admin.post("/swap", json=other).status_code == 200
-            assert admin.post("/wake", json={"model": "example"}).status_code == 200
-            began = time.monotonic()
-            assert server.end() == 0
-            assert time.monotonic() - began < 25  # it waits 30 s for a registry
-            for each in swaps:
-                assert isinstance(each.exception(60), httpx.HTTPError) or each.result().is_error
-
-
 def check_drain(server, admin, client):
-    """A drained server refuses and stays until that is undone."""
     assert admin.post("/drain").json() == {"state": "draining", "idle": True}
     assert client.get(f"{server.url}/health/live").json() == {"state": "draining"}
     probes = [
@@ -354,7 +326,7 @@ def complete(server, **changed):
 
 
 def begin_many(server, count):
-    """Sends requests at the same time, and returns when the engine has taken them."""
+    """Send requests at the same time, and return when the engine has taken them."""
     connections = []
     for seed in range(count):
         body = json.dumps({**COMPLETION, "seed": seed, "temperature": 1.0})
@@ -409,9 +381,7 @@ def test_what_is_left_after_the_time_fails_and_the_server_ends(serve, decoder_di
     server = serve(decoder_dir, "--slots", "1", "--drain-seconds", "0").wait_until_ready()
     connections = begin_many(server, 60)
     server.process.send_signal(signal.SIGTERM)
-    statuses = statuses_of(connections)
-    assert set(statuses) <= {200, 503}
-    assert 503 in statuses
+    assert {503} <= {*statuses_of(connections)} <= {200, 503}
     assert server.wait() == 0
 
 
@@ -437,32 +407,7 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
     assert "engine/generation_loop.py" in server.said
 
 
-@pytest.mark.thorough
-def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
-    serve, decoder_dir, tmp_path, capsys
-):
-    log = tmp_path / "log.jsonl"
-    server = serve(decoder_dir, "--log", log, "--slots", "3").wait_until_ready()
-    for seed in range(6):
-        assert complete(server, seed=seed, temperature=1.0).status_code == 200
-    # A replay that runs eight requests at once must not refuse them for its queue.
-    for seed in range(8):
-        assert complete(server, n=60, seed=seed, max_tokens=2).status_code == 200
-    body = {"model": "decoder", "prompt": [4, 5], "max_tokens": 60, "stream": True, "seed": 9}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
-        next(stream.iter_lines())
-    assert server.end() == 0
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    calls = [call for line in lines if line["event"] == "request" for call in line["calls"]]
-    assert len(calls) == 6 + 8 * 60 + 1
-    assert all(call["token_ids"] for call in calls)
-    assert main(["replay", str(log), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["equal"], report["differences"]) == (6 + 8 + 1, [])
-
-
 def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir):
-    """A collector of logs may die first; the signal after it must not be lost with the message about it."""
     command = [sys.executable, "-m", "prejit.runtime", "serve", str(bundle_dir)]
     command += ["--port", str(free_port())]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -476,38 +421,16 @@ def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir):
 
 
 @pytest.mark.thorough
-def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
-    serve, bundle_dir, make_recipe, tmp_path
-):
-    versions = [
-        bundle_dir,
-        *(make_recipe(score_scale=s).write(tmp_path / f"{s}") for s in (2.0, 3.0)),
-    ]
+def test_a_server_follows_a_tag(serve, bundle_dir, make_recipe, tmp_path):
+    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     with fake_registry() as registry:
         at = parse_reference(f"oci://{registry.host}/demo:prod")
-        digests = [ship(parse_reference(str(versions[0])), at).digest]
+        first = ship(parse_reference(str(bundle_dir)), at).digest
         own = {"PREJIT_BUNDLES": str(tmp_path / "store")}
         server = serve(f"m={at}", "--follow", "1", **own).wait_until_ready()
-
-        def root():
-            return httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"]
-
-        assert root() == digests[0]
         before = infer(server).json()["outputs"][0]["data"]
-        digests.append(ship(parse_reference(str(versions[1])), at).digest)
-        server.wait_until_said(f"m: swapped {digests[0]} for {digests[1]} of {at}")
-        assert root() == digests[1]
+        second = ship(parse_reference(str(other)), at).digest
+        server.wait_until_said(f"m: swapped {first} for {second} of {at}")
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"] == second
         assert infer(server).json()["outputs"][0]["data"] != before
-        stalls = threading.Event()
-
-        def stall(method, path):
-            if method == "GET" and "/blobs/" in path:
-                stalls.set()
-                time.sleep(20)
-
-        registry.fault = stall
-        ship(parse_reference(str(versions[2])), at)
-        assert stalls.wait(60)
-        began = time.monotonic()
         assert server.end() == 0
-        assert time.monotonic() - began < 15
