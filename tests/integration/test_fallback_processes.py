@@ -10,7 +10,7 @@ import pytest
 from tests.quick_compiling import XLA_FLAGS
 from tests.waiting import wait_for
 
-from prejit.runtime import FallbackWarning, Fingerprint, Sampling, load
+from prejit.runtime import FallbackWarning, Fingerprint, load
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
@@ -118,30 +118,6 @@ def test_a_larger_context_or_batch_that_is_ready_serves(served, ids):
     assert compiler.compiled[2:] == [
         *("decode/b1-c24", "decode/b3-c24", "prefill/b1-t10-c24", "prefill/b3-t10-c24")
     ]
-
-
-@pytest.mark.thorough
-def test_tokens_are_those_of_the_bundles_own_programs_in_every_state_of_the_compiling(
-    served, decoder_dir, ids
-):
-    """Without pauses, so that requests meet whatever is ready by then."""
-    bundle, _ = served
-    own = load(decoder_dir, on_mismatch="error")
-    sampled = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 1}
-    requests = [(1, 5), (23, 20), (40, None)]
-    for how in ({}, sampled):
-        for length, count in requests:
-            ours, theirs = (
-                b.generate(ids[:length], max_new_tokens=count, **how) for b in (bundle, own)
-            )
-            assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
-            pieces = list(bundle.stream(ids[:length], max_new_tokens=count, **how))
-            assert "".join(piece.text for piece in pieces) == theirs.text
-        prompts, sampling = [ids[:30], ids[:2], ids[:9]], [Sampling(**how)] * 3
-        together = [
-            b.generate_batch(prompts, max_new_tokens=20, sampling=sampling) for b in (bundle, own)
-        ]
-        assert [r.token_ids for r in together[0]] == [r.token_ids for r in together[1]]
 
 
 @pytest.mark.thorough

@@ -134,17 +134,6 @@ def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet):
     assert stored < 2 * weights
 
 
-def test_what_cannot_run_here_is_verified_and_explained_here(fleet, run):
-    assert json.loads(run("verify", fleet, "--json").stdout)["programs"] == PROGRAMS
-    said = json.loads(run("explain", fleet, "--json").stdout)
-    # A level whose features are all that this machine has is as close as the machine itself.
-    here = {f"cpu-{name}-jax{version('jax')}" for name in ("host", "x86-64-v3", "x86-64-v4")}
-    assert said["target"] in here
-    verdicts = {verdict["target"]: verdict for verdict in said["verdicts"]}
-    [platform] = [a for a in verdicts[f"cuda-h100-jax{NEW}"]["axes"] if a["name"] == "platform"]
-    assert (platform["needed"], platform["found"]) == ("cuda", "cpu")
-
-
 def test_each_machine_of_the_fleet_picks_its_part(fleet):
     here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW)
     cuda = {"platform": "cuda", "plugin": f"jax-cuda13-pjrt {NEW}", "cuda": "13.0"}

@@ -1,7 +1,6 @@
 """A program of `jit` is for the source of its build: jax compiles edited code, and names its module."""
 
 import json
-import os
 import sys
 
 from tests.manifests import functions_manifest
@@ -109,96 +108,3 @@ def test_an_edit_of_a_module_that_a_function_uses_is_a_miss_by_name(tmp_path, ru
     assert "module activations" in called()[0]["activated"]
     run(*build, quick=True)
     assert called() == [{"step": 13.0, "activated": 1.0, "own": 0.0}]
-
-
-BUILT_FROM_PYTHON = {
-    "lib.py": (
-        "def compose(outer, inner):\n    return lambda x: outer(inner(x))\n"
-        "def apply(x, net):\n    return net(x)\n"
-        "def half(x):\n    return x / 2\n"
-    ),
-    "hidden.py": "def square(x):\n    return x * x\n",
-    "computed.py": "def shift(x):\n    return x + 3\n",
-    "named.py": "RATE = 2.0\n",
-    "unlisted/site-packages/copied.py": "def twice(x):\n    return x * 2\n",
-    "beside/hidden.py": "raise RuntimeError",  # another module of the same name
-    "beside/train.v2": "",
-    "train.v2": """
-import importlib, json, sys, warnings
-from dataclasses import dataclass
-from pathlib import Path
-sys.path.append("../unlisted/site-packages")
-import copied, hidden, jax.numpy as jnp, lib
-from prejit.runtime import jit
-
-@dataclass(frozen=True)
-class Net:
-    def __call__(self, x):
-        return x - 1
-
-def computed(x):
-    return importlib.import_module("comp" + "uted").shift(x) * importlib.import_module("named").RATE
-
-functions = {
-    "composed": lib.compose(lib.compose(hidden.square, lib.half), lib.half),
-    "apply": lib.apply,
-    "computed": computed,
-    "twice": copied.twice,
-}
-x, static = jnp.ones(3), {"apply": {"net": Net()}}
-if sys.argv[1:] == ["build"]:
-    from prejit.compiler import Program, build
-    programs = [
-        Program(name, fn=fn, args=[x], static={k: (v,) for k, v in static.get(name, {}).items()})
-        for name, fn in functions.items()
-    ]
-    print(build(programs, "bundles", name="python", quiet=True).path)
-else:
-    warnings.simplefilter("error")
-    for edited in ["", *sys.argv[2:]]:
-        text = Path(edited).read_text() if edited else ""
-        if edited:
-            Path(edited).write_text(text + "# a comment")
-        found = {}
-        for name, function in {**functions, "other": lib.half}.items():
-            options = {"name": name.replace("other", "twice"), "static_argnames": [*static.get(name, {})]}
-            jitted = jit(function, bundle=sys.argv[1], **options)
-            try:
-                found[name] = float(jitted(x, **static.get(name, {}))[0])
-            except UserWarning as warning:
-                found[name] = str(warning).partition(": expected")[0].rpartition(": ")[2]
-        print(json.dumps(found))
-        if edited:
-            Path(edited).write_text(text)
-""",
-}
-SEEN_BY = {
-    "lib.py": dict.fromkeys(("composed", "apply", "computed"), "module lib"),
-    "hidden.py": dict.fromkeys(("composed", "apply", "computed"), "module hidden"),
-    "computed.py": {"computed": "module computed"},
-    "named.py": dict.fromkeys(("apply", "computed"), "module named"),
-    "unlisted/site-packages/copied.py": dict.fromkeys(
-        ("apply", "computed", "twice"), "module copied"
-    ),
-    "train.v2": {"apply": "module train.v2", "computed": "module train.v2"},
-}
-
-
-def test_what_a_function_holds_is_compared_wherever_it_comes_from(tmp_path, build_cache):
-    for name, text in BUILT_FROM_PYTHON.items():
-        tmp_path.joinpath(name).parent.mkdir(exist_ok=True, parents=True)
-        tmp_path.joinpath(name).write_text(text)
-
-    def run(*arguments):
-        environment = {**os.environ, "PREJIT_CACHE": str(build_cache)}
-        script = tmp_path / "train.v2"
-        command = (sys.executable, script, *arguments)
-        return ran(*command, cwd=tmp_path / "beside", env=environment).stdout.splitlines()
-
-    [path] = run("build")
-    first, *others = map(json.loads, run(path, *(tmp_path / name for name in SEEN_BY)))
-    built = {"composed": 0.0625, "apply": 0.0, "computed": 8.0, "twice": 2.0, "other": "function"}
-    assert first == built
-    for expected, found in zip(SEEN_BY.values(), others, strict=True):
-        misses = {name: said for name, said in found.items() if said != built[name]}
-        assert {**misses, "other": ""} == {**expected, "other": ""}

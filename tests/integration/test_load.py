@@ -86,20 +86,6 @@ def test_a_log_is_sent_again_at_its_times(server):
 
 
 @pytest.mark.thorough
-def test_a_bundle_is_served_as_long_as_it_is_measured(bundle_dir, tmp_path):
-    page = tmp_path / "load.html"
-    found = load(
-        bundle_dir, *WINDOW, "--api", "infer", "--model", "score", "--rows", "2", "--page", page
-    )
-    [rate] = found["rates"]
-    assert (rate["requests"], rate["failed"], rate["failures"]) == (20, 0, {})
-    assert found["server"] == str(bundle_dir)
-    assert (found["knee"], rate["ttft_ms"]) == (None, None)
-    assert rate["e2e_ms"]["p50"] > 0
-    assert str(bundle_dir) in page.read_text()
-
-
-@pytest.mark.thorough
 def test_what_cannot_be_measured_is_said(server, tmp_path):
     url = server[0].url
     missed = load(url, *WINDOW, "--model", "letters", "--p95-ms", "0.001", status=9)

@@ -7,7 +7,6 @@
 import json
 import random
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from tests.extent import examples
 from tests.processes import ran
 from tests.threads import in_threads
 
-from prejit.runtime import Request, load
+from prejit.runtime import load
 
 from .conftest import ROOT
 
@@ -145,9 +144,6 @@ def test_a_process_that_ends_in_the_middle_ends_cleanly(python, decoder_dir, wha
     assert done.stderr == ""
 
 
-THREADS, TURNS = 16, 12
-
-
 @pytest.mark.thorough
 def test_threads_that_share_a_bundle_get_the_tokens_that_each_would_get_alone(decoder_dir):
     """From its first moment on, when programs and weights are not there yet."""
@@ -158,52 +154,39 @@ def test_threads_that_share_a_bundle_get_the_tokens_that_each_would_get_alone(de
     sampled = [tokens(alone, prompt, **hot) for prompt in prompts]
     shared = load(decoder_dir, on_mismatch="error")
     prefix = shared.prefix(TEXT[:20])
-    batch, batch_lock = shared.batch(3), threading.Lock()
 
-    def in_a_session(place):
+    def in_a_session(prompt):
         session = shared.session()
-        tokens(session, prompts[(place + 1) % len(prompts)])
-        found = tokens(session, prompts[place])
+        tokens(session, TEXT[:5])
+        found = tokens(session, prompt)
         next(session.stream(prompts[0], max_new_tokens=5))  # and leaves it
         session.close()
         return found
 
-    def in_a_batch(place):
-        with batch_lock:
-            request = Request(prompts[place], max_new_tokens=10, stop_token_ids=())
-            (slot,) = batch.insert(request)
-            got = []
-            while len(got) < 10:
-                got += [token.token_id for token in batch.step() if token.slot == slot]
-        return tuple(each for each in got if each is not None)
-
-    def streamed(place):
-        stream = shared.stream(prompts[place], max_new_tokens=10, stop_token_ids=())
+    def streamed(prompt):
+        stream = shared.stream(prompt, max_new_tokens=10, stop_token_ids=())
         return tuple(piece.token_id for piece in stream if piece.token_id is not None)
 
-    def several(place):
-        results = shared.generate_n(prompts[place], 4, max_new_tokens=10, stop_token_ids=())
+    def several(prompt):
+        results = shared.generate_n(prompt, 4, max_new_tokens=10, stop_token_ids=())
         (found,) = {result.token_ids for result in results}
         return found
 
-    def with_a_prefix_of_its_own(place):
-        return tokens(shared, prompts[place], prefix=shared.prefix(TEXT[: place + 1]))
-
     ways = [
-        *(in_a_session, in_a_batch, streamed, several, with_a_prefix_of_its_own),
-        lambda place: tokens(shared, prompts[place]),
-        lambda place: tokens(shared, prompts[place], prefix=prefix),
-        lambda place: tokens(shared, prompts[place], prompt_lookup=True),
+        *(in_a_session, streamed, several),
+        lambda prompt: tokens(shared, prompt, prefix=shared.prefix(prompt)),
+        lambda prompt: tokens(shared, prompt, prefix=prefix),
+        lambda prompt: tokens(shared, prompt, prompt_lookup=True),
     ]
 
     def work(number):
         pick = random.Random(number)
-        for _ in range(TURNS):
+        for _ in range(12):
             place = pick.randrange(len(prompts))
-            assert pick.choice(ways)(place) == expected[place]
+            assert pick.choice(ways)(prompts[place]) == expected[place]
             assert tokens(shared, prompts[place], **hot) == sampled[place]
 
-    in_threads(THREADS, work)
+    in_threads(16, work)
 
 
 def tokens(bundle, prompt, **options):

@@ -87,22 +87,6 @@ def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(demo, regis
     assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: buildah mounts what it unpacks")
-def test_buildah_mounts_the_image(demo, registry, tmp_path):
-    has("buildah")
-    stores = ("--root", tmp_path / "images", "--runroot", tmp_path / "run")
-    buildah = ("buildah", *stores, "--storage-driver", "vfs")
-    name = ran(*buildah, "from", "-q", "--tls-verify=false", pushed(demo, registry)).stdout.strip()
-    at = Path(ran(*buildah, "mount", name).stdout.strip())
-    try:
-        assert is_whole(at / "models", demo)
-        assert first_token(at / "models")[-1] == first_token(demo)[-1]
-    finally:
-        ran(*buildah, "rm", "--all")
-        ran(*buildah, "rmi", "--all")
-
-
 @pytest.fixture
 def ctr(tmp_path):
     """The client of a containerd of this test's own."""
@@ -157,15 +141,3 @@ def test_oras_puts_the_files_of_the_artifact_side_by_side(demo, registry, tmp_pa
     assert {Path(each).parent for each in files} == {flat}
     assert is_whole(flat, demo)
     assert first_token(flat)[-1] == first_token(demo)[-1]
-
-
-@pytest.mark.skipif(
-    "KSERVE_STORAGE" not in os.environ,
-    reason="needs a Python of which KSERVE_STORAGE is the path, with the package kserve-storage",
-)
-def test_the_storage_initializer_of_kserve_takes_the_image(demo, registry, tmp_path):
-    code = "import sys; from kserve_storage import Storage; Storage.download(*sys.argv[1:])"
-    env = {**os.environ, "KSERVE_OCI_INSECURE_REGISTRY": "true"}
-    source = f"oci://{pushed(demo, registry)}"
-    ran(os.environ["KSERVE_STORAGE"], "-c", code, source, tmp_path / "models", env=env)
-    assert is_whole(tmp_path / "models", demo)

@@ -12,11 +12,10 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.http_serving import QuietHandler, serving
-from tests.unit.runtime.test_fallback import v2_machine
 from tests.unit.server.running import running, wait_for
 
 from prejit.compiler import Program, build
-from prejit.runtime import FallbackWarning, load
+from prejit.runtime import load
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
@@ -178,18 +177,6 @@ def test_an_embedding_that_is_no_number_is_seen(encoder, monkeypatch):
     assert encoder.statuses("/v1/embeddings", {"input": "a"}) == [500]
     assert encoder.value("prejit_requests_total", kind="encode", reason="nan") == 1
     assert encoder.figures()["failed"] == 1
-
-
-def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir):
-    with pytest.warns(FallbackWarning):
-        bundle = load(functions_dir, fingerprint=v2_machine())
-    engine = Engine(bundle)
-    x = np.ones((3, 8), np.float32)
-    engine.submit_call("doubled", x=x).result(60)
-    engine.call("doubled", x=x)
-    (found,) = engine.metrics().requests
-    assert (found.succeeded, found.waited_for_compile) == (2, 1)
-    engine.close()
 
 
 @dataclasses.dataclass

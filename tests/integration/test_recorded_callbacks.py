@@ -102,14 +102,6 @@ def test_recorded_programs_call_the_functions_of_this_start(bundle, python_at, p
 
 
 @pytest.mark.thorough
-def test_a_process_without_the_hook_finds_none_that_it_cannot_run(bundle, python_at, prejit_at):
-    """jax before 0.11 hands no functions to an executable of its cache. Later ones do it by themselves."""
-    plain = python_at("-I", "serve.py", "A")
-    found = prejit_at("run", bundle, "--", sys.executable, "-I", "serve.py", "A")
-    assert found.stdout == plain.stdout
-
-
-@pytest.mark.thorough
 def test_without_a_trace_a_recording_names_their_lines_and_what_to_do(here, prejit_at):
     command = ("--", sys.executable, "serve.py", "A")
     for _ in range(2):

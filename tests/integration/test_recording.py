@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -126,41 +125,6 @@ def test_recording_again_changes_no_byte_and_another_run_is_added(bundle, prejit
     prejit_at("run", copy, "--require-aot", "--", sys.executable, "-c", both)
 
 
-AGED = """
-import sys, dataclasses
-from pathlib import Path
-from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.jax_cache_packing import packed, read_targets
-from prejit.compiler.pipeline.layout_writing import write_layout
-
-[target] = read_targets(Path(sys.argv[1]))
-old = dataclasses.replace(target.requirement, jaxlib="0.0.1")
-def aged(file):
-    digests = {**file.entry.ingredients, "jax_lib version": "0" * 64}
-    name = file.entry.file[:-70] + "0" * 4 + file.entry.file[-66:]  # another key
-    return dataclasses.replace(
-        file, entry=dataclasses.replace(file.entry, ingredients=digests, file=name)
-    )
-files = {each.entry.file: each for each in map(aged, target.programs.values())}
-target = dataclasses.replace(target, requirement=old, programs=files, given="")
-write_layout(Path(sys.argv[2]), *assemble("serve", [packed(target, "serve")]))
-"""
-
-
-@pytest.mark.thorough
-def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(bundle, prejit_at, tmp_path):
-    """As after an upgrade: the bundle has the files and keys of a jaxlib that is not installed."""
-    rewritten = tmp_path / "serve"
-    subprocess.run([sys.executable, "-c", AGED, bundle, rewritten], check=True)
-    found = report_of(prejit_at, rewritten, sys.executable, "serve.py")
-    assert found["stdout"].startswith(ANSWER)
-    assert found["mismatch"].startswith("jaxlib: needs 0.0.1, found")
-    assert "The program runs without the bundle" in found["stderr"]
-    assert {d["name"] for miss in found["misses"] for d in miss["differs"]} == {"jaxlib"}
-    prejit_at("record", "-o", rewritten, "--", sys.executable, "serve.py")
-    prejit_at("run", rewritten, "--require-aot", "--", sys.executable, "serve.py")
-
-
 def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bundle, tmp_path):
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from tests.signers import signer
@@ -182,38 +146,6 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bu
     signed = sign(copy, signer("a"))
     assert digests == {digest.removeprefix("sha256:") for digest in signed.subjects}
     assert signed.added == len(signed.subjects) + 2  # and the provenance and the list of parts
-
-
-SERVER = """
-import os, signal, sys, time
-import jax, serve, jax.numpy as jnp
-
-for rows in (2, 3):
-    if os.fork() == 0:
-        serve.score(jnp.ones((rows, 4)), jnp.float32(2))
-        print(rows, flush=True)
-        os._exit(0)
-    os.wait()
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-print("ready", flush=True)
-while True:
-    time.sleep(0.05)
-"""
-
-
-@pytest.mark.thorough
-def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tmp_path):
-    """It answers in processes of its own, which it forks after the import of jax."""
-    (here / "server.py").write_text(SERVER)
-    words = ("record", "-o", tmp_path / "b", "--", sys.executable, "server.py")
-    with started(here, *words, stdout=subprocess.PIPE) as process:
-        assert [process.stdout.readline() for _ in range(3)] == ["2\n", "3\n", "ready\n"]
-        process.send_signal(signal.SIGTERM)
-        _, printed = process.communicate(timeout=60)
-    assert process.returncode == 5
-    assert "recorded" in printed
-    for rows in ("2", "3"):
-        prejit_at("run", tmp_path / "b", "--require-aot", "--", sys.executable, "serve.py", rows)
 
 
 @pytest.mark.thorough

@@ -128,19 +128,6 @@ def test_a_recording_is_built_for_levels_which_start_without_a_trace(
     assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
 
 
-def test_a_recording_onto_what_was_built_keeps_the_names_of_its_targets(
-    built, on_two_devices, tmp_path
-):
-    again = tmp_path / "serve"
-    shutil.copytree(built, again)
-    before = {each.name: {*each.programs} for each in read_targets(again)}
-    assert before.keys() == {*LEVELS}
-    recorded(on_two_devices, again)
-    after = {each.name: {*each.programs} for each in read_targets(again)}
-    assert before.items() <= after.items()
-    assert len(after) == len(before) + 1
-
-
 def test_each_program_that_xla_compiles_is_built_with_the_recorded_flags(here, python_at):
     (here / "parts.py").write_text(PARTS)
     flags = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}

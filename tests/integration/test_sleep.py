@@ -164,15 +164,3 @@ def test_a_server_that_ends_while_a_model_wakes(server, models, tmp_path, number
     finally:
         again.admin.close()
         again.process.kill()
-
-
-def test_sentences_wake_an_encoder(encoder_dir):
-    with load(encoder_dir, on_mismatch="error") as bundle:
-        engine = Engine(bundle)
-        first = engine.encode(["abc", "b a"]).embeddings
-        for encode in (engine.encode, lambda each: engine.submit_encode(each).result(60)):
-            assert engine.sleep()
-            assert bundle._programs._ready == {}
-            assert (encode(["abc", "b a"]).embeddings == first).all()
-        found = engine.metrics().sleep
-        assert (found.is_sleeping, found.sleeps, found.wakes) == (False, 2, 2)

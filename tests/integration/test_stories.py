@@ -42,14 +42,6 @@ def test_fresh_process_writes_the_published_text(run, bundles, stories, target):
     assert {p["source"] for p in result["programs"]} <= {"loaded", "unused"}
 
 
-def test_streamed_pieces_join_to_the_text_and_are_whole_characters(bundles, stories):
-    bundle = load(bundles["cpu-host"])
-    pieces = list(bundle.stream([1], max_new_tokens=len(stories[1]["ids"])))
-    assert "".join(piece.text for piece in pieces) == stories[1]["text"]
-    assert [piece.token_id for piece in pieces] == stories[1]["ids"]
-    assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
-
-
 def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(run, stories_dir):
     options = ("--max-new-tokens", "40", "--json", "--on-mismatch", "error")
     chat = ("generate", stories_dir, "--chat", "Once upon a time", *options)

@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 
 import httpx
 import jsonschema
@@ -50,8 +49,6 @@ ADD = {
         "parameters": {**CAR, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
     },
 }
-NONE = {"type": "object", "properties": {}, "additionalProperties": False}
-NOW = {"type": "function", "function": {"name": "now", "parameters": NONE}}
 DIVISOR = {"type": "integer", "multipleOf": 99_999_999}
 """Takes the grammar library minutes."""
 
@@ -175,23 +172,6 @@ def test_an_answer_beside_tools_is_a_call_or_meets_the_format(client):
     assert kinds == {"tool_calls", "stop"}
 
 
-def test_only_allowed_tools_are_called(client, server):
-    name = {"type": "function", "function": {"name": "now"}}
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [name]}}
-    chat = client.chat.completions.create(
-        model="model", messages=USER, tools=[ADD, NOW], tool_choice=choice, max_tokens=100,
-        parallel_tool_calls=False,
-    )  # fmt: skip
-    assert [call.function.name for call in chat.choices[0].message.tool_calls or ()] == ["now"]
-    tools = [{"type": "function", **each["function"]} for each in (ADD, NOW)]
-    found = client.responses.create(
-        model="model", input="ab", tools=tools, parallel_tool_calls=False, max_output_tokens=100,
-        tool_choice={"type": "allowed_tools", "mode": "required",
-                     "tools": [{"type": "function", "name": "now"}]},
-    )  # fmt: skip
-    assert [item.name for item in found.output if item.type == "function_call"] == ["now"]
-
-
 # Hostile clients
 
 
@@ -218,18 +198,6 @@ def test_scrapes_and_tokens_do_not_wait_for_grammars(server):
     finally:
         for connection in connections:
             connection.close()
-    wait_for(lambda: server.requests() == 0)
-
-
-def test_a_grammar_is_given_up_when_its_client_is_gone(server):
-    for connection in flood(server, 20, "b"):
-        connection.close()
-    started = time.monotonic()
-    body = {"prompt": "ab", "guided_choice": ["given", "up"]}
-    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert found.json()["choices"][0]["text"] in ("given", "up")
-    # Each of the 20 would take 2 seconds of a CPU.
-    assert time.monotonic() - started < 20
     wait_for(lambda: server.requests() == 0)
 
 
