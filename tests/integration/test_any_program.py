@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.manifests import functions_manifest
 
 from prejit.runtime import UsageError, load
@@ -402,22 +403,20 @@ def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_
 
 
 def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run, tmp_path):
-    from safetensors.numpy import save_file
-
     table, scale = np.arange(5), np.linspace(0, 1, 2)
     code = "def f(params, x):\n    return params['table'][x] * params['scale']\n"
     (tmp_path / "wide.py").write_text(code)
     keys = 'function = "wide:f"; args = { x = "int32[2]" }; params = "wide.safetensors"'
     manifest = functions_manifest(tmp_path / "wide.toml", {"f": keys})
+    build = ("build", manifest, "-o", tmp_path, "--cache", tmp_path / "cache")
     save_file({"table": table, "scale": scale}, tmp_path / "wide.safetensors")
-    said = run("build", manifest, "-o", tmp_path, "--cache", tmp_path / "cache", quick=True).stderr
+    said = run(*build, quick=True).stderr
     assert "['params']['scale'] as float32 and not float64" in said
     assert "no golden answer" not in said
     found = load(tmp_path / "wide", on_mismatch="error").call("f", x=np.array([1, 4], np.int32))
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, (table[[1, 4]] * scale).astype(np.float32))
+    np.testing.assert_array_equal(found, (table[[1, 4]] * scale).astype(np.float32), strict=True)
     save_file({"table": table + 2**40, "scale": scale}, tmp_path / "wide.safetensors")
-    error = run("build", manifest, "-o", tmp_path, status=2).stderr
+    error = run(*build, status=2).stderr
     assert "'f': params: table: expected int64 whose values are in the range of int32" in error
 
 
@@ -452,8 +451,6 @@ MESH = "[mesh]\ndata = 2\ntensor = 2\n"
 
 @pytest.fixture(scope="module")
 def sharded(run, tmp_path_factory):
-    from safetensors.numpy import save_file
-
     directory = tmp_path_factory.mktemp("sharded")
     (directory / "sharded_code.py").write_text(SHARDED)
     random = np.random.default_rng(1)
@@ -465,8 +462,6 @@ def sharded(run, tmp_path_factory):
 
 
 def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded):
-    from safetensors.numpy import load_file
-
     bundle = load(sharded / "out" / "sharded", on_mismatch="error")
     weights = load_file(sharded / "w.safetensors")
     x = np.random.default_rng(0).standard_normal((4, 8), np.float32)

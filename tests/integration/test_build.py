@@ -96,14 +96,3 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(run, 
             assert digest_of(blob.read_bytes()) == f"sha256:{blob.name}"
     again = build(run, project)
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
-
-
-@pytest.mark.thorough
-def test_equal_builds_at_once_compile_each_program_once(warm, tmp_path):
-    project = write_project(tmp_path)
-    processes = [warm.start(*arguments(project, f"out{n}"), quick=True) for n in range(3)]
-    built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3
-    assert sum(each["compiled"] for each in built) == 6
-    assert [each["compiled"] + each["cached"] for each in built] == [6] * 3
-    assert len({each["digest"] for each in built}) == 1

@@ -1,18 +1,15 @@
 """A mismatch of a decoder: requests need not wait for what compiles in the background."""
 
 import dataclasses
-import json
 import re
 import threading
 import warnings
 
 import pytest
-from tests.quick_compiling import XLA_FLAGS
 from tests.waiting import wait_for
 
 from prejit.runtime import FallbackWarning, Fingerprint, load
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
 
 OTHER = dataclasses.replace(Fingerprint.current(), jaxlib="0.4.0")
@@ -132,26 +129,3 @@ def test_what_failed_in_the_background_is_told_to_who_wants_it_and_heals(served,
     compiler.broken = set()
     assert list(bundle.generate(ids[:13], max_new_tokens=5).token_ids) == ids[13:18]
     assert sources(bundle)["prefill/b1-t10-c24"] == "compiled"
-
-
-LEAVE_AT_ONCE = """
-import json, sys, time, warnings
-from prejit.runtime import Fingerprint, load
-warnings.simplefilter("ignore")
-bundle = load(sys.argv[1], fingerprint=Fingerprint.read(sys.argv[2]), while_compiling="smaller")
-compile = bundle._programs.device.compile
-bundle._programs.device.compile = lambda *given: time.sleep(0.5) or compile(*given)
-prompt = list(range(1, 14))
-bundle.generate(prompt, max_new_tokens=8)
-bundle.generate_batch([prompt] * 2, max_new_tokens=5)  # of each, a longer prefill goes on compiling
-print(json.dumps([r.source for r in bundle.report()]))
-"""
-
-
-@pytest.mark.thorough
-def test_a_process_that_ends_while_it_compiles_ends_cleanly(python, decoder_dir, tmp_path):
-    (tmp_path / "other.json").write_bytes(to_json(OTHER))
-    settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": XLA_FLAGS}
-    done = python(LEAVE_AT_ONCE, decoder_dir, tmp_path / "other.json", **settings)
-    assert done.stderr == ""
-    assert "compiling" in json.loads(done.stdout)

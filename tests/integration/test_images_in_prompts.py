@@ -1,6 +1,7 @@
 """A decoder whose prompts hold images, built through the command line and run from its bundle."""
 
 import base64
+import contextlib
 import json
 from dataclasses import replace
 
@@ -26,6 +27,16 @@ CASES = {case.name: case for case in sight_cases()}
 NAME = "gemma3-1"
 SIZES = {"batch": (1, 3), "prompt": (16,), "context": (64, 128)}
 GREEDY = {"max_new_tokens": STEPS, "stop_token_ids": ()}
+QUESTION = {"type": "text", "text": "what is this?"}
+ASKED = [{"role": "user", "content": [{"type": "image"}, QUESTION]}]
+
+
+@contextlib.contextmanager
+def serving(bundle):
+    models = Models(Served("made", bundle, Engine(bundle), 0))
+    with running(models, Settings()) as server:
+        yield server
+    models.close()
 
 
 @pytest.fixture(scope="module")
@@ -101,16 +112,13 @@ def test_equal_tokens_of_other_images_share_nothing(bundle, pictures):
     assert other.stats.reused_tokens == 0
     assert np.abs(np.subtract(scores(first), scores(other))).max() > 1e-3
     assert both((0, 2), [*longer, 9]).stats.reused_tokens >= len(longer)
-    engine = Engine(bundle, slots=3)
-    try:
+    with contextlib.closing(Engine(bundle, slots=3)) as engine:
         for images in ((2, 0), (0, 2), (2, 0)):
             given = {"images": [pictures[n] for n in images], "max_new_tokens": 4, "logprobs": 0}
             found = engine.generate(longer, stop_token_ids=(), **given)
             alone = bundle.generate(longer, stop_token_ids=(), **given)
             np.testing.assert_allclose(scores(found), scores(alone), atol=1e-4)
         assert found.stats.reused_tokens > 0, "what the first request computed"
-    finally:
-        engine.close()
 
 
 def test_what_is_wrong_with_images_is_refused(bundle, pictures):
@@ -138,15 +146,13 @@ def test_what_is_wrong_with_images_is_refused(bundle, pictures):
     images = config.images
     spare = [p for p in config.programs if p.name != "image-prefill/b1-t64-c64"]
     check_config(to_json(replace(config, programs=spare)), "cpu-host", config.requirement, "made")
+    fewer = [p for p in spare if p.name != "image-prefill/b1-t24-c64"]
     for changes, message in (
         ({"images": replace(images, tokens=7)}, r"arguments\[3\]: expected .*float32.1,24,25"),
         ({"images": replace(images, token_id=-1)}, "token_id: expected one of the decoder's"),
         ({"images": replace(images, marks=("a", "b"))}, "marks: expected three texts"),
         ({"images": replace(images, tokens=None)}, "expected 'images' with tokens"),
-        (
-            {"programs": [p for p in spare if p.name != "image-prefill/b1-t24-c64"]},
-            "image-prefill of context 64: expected one",
-        ),
+        ({"programs": fewer}, "image-prefill of context 64: expected one"),
     ):
         changed = to_json(replace(config, **changes))
         with pytest.raises(RejectError, match=message):
@@ -156,36 +162,21 @@ def test_what_is_wrong_with_images_is_refused(bundle, pictures):
 def test_chats_about_images_are_served(bundle, reference, pictures):
     data = [base64.b64encode(file.read_bytes()).decode() for file in pictures]
 
-    def message(*parts):
-        whole = [
-            {"type": "text", "text": part}
-            if isinstance(part, str)
-            else {"type": "image_url", "image_url": part}
-            for part in parts
-        ]
-        return {"role": "user", "content": whole}
+    def message(image):
+        url = image if isinstance(image, str) else f"data:image/png;base64,{data[image]}"
+        part = {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+        return {"role": "user", "content": [part, QUESTION]}
 
-    def image(number):
-        return {"url": f"data:image/png;base64,{data[number]}", "detail": "auto"}
-
-    models = Models(Served("made", bundle, Engine(bundle), 0))
-    with running(models, Settings()) as server:
-        url = f"{server.url}/v1/chat/completions"
+    with serving(bundle) as server:
 
         def answer(*messages, **others):
             body = {"model": "made", "messages": messages, "max_tokens": 9, **others}
+            url = f"{server.url}/v1/chat/completions"
             return httpx.post(url, json={"temperature": 0, **body}, timeout=60)
 
-        asked = message(image(1), "what is this?")
+        asked = message(1)
         found = answer(asked, logprobs=True).json()
-        ids = bundle.apply_chat_template(
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}],
-                }
-            ]
-        )
+        ids = bundle.apply_chat_template(ASKED)
         expected = bundle.generate(ids, images=pictures[1], max_new_tokens=9)
         assert found["choices"][0]["message"]["content"] == expected.text
         assert found["usage"]["prompt_tokens"] == len(ids)
@@ -196,30 +187,31 @@ def test_chats_about_images_are_served(bundle, reference, pictures):
         ]
         deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
         assert "".join(delta.get("content") or "" for delta in deltas) == expected.text
-        others = answer(message(image(0), "what is this?"), logprobs=True).json()
+        others = answer(message(0), logprobs=True).json()
         scores = [
             [each["logprob"] for each in one["choices"][0]["logprobs"]["content"]]
             for one in (found, others)
         ]
         assert scores[0] != scores[1]
         parts = [
-            {"type": "input_image", "image_url": image(1)["url"]},
-            {"type": "input_text", "text": "what is this?"},
+            {"type": "input_image", "image_url": f"data:image/png;base64,{data[1]}"},
+            {"type": "input_text", "text": QUESTION["text"]},
         ]
         body = {"model": "made", "max_output_tokens": 9, "temperature": 0}
-        responses = f"{server.url}/v1/responses"
-        for role, status in (("user", 200), ("system", 400)):
-            body["input"] = [{"role": role, "content": parts}]
-            response = httpx.post(responses, json=body, timeout=60)
-            assert response.status_code == status
-            if status == 200:
-                assert response.json()["output"][0]["content"][0]["text"] == expected.text
-            else:
-                refusal = "[0].content[0]: expected images of a user alone"
-                assert refusal in response.json()["error"]["message"]
+        by_user, by_system = (
+            httpx.post(
+                f"{server.url}/v1/responses",
+                json={**body, "input": [{"role": role, "content": parts}]},
+                timeout=60,
+            ).json()
+            for role in ("user", "system")
+        )
+        assert by_user["output"][0]["content"][0]["text"] == expected.text
+        refusal = "[0].content[0]: expected images of a user alone"
+        assert refusal in by_system["error"]["message"]
         refused = (
-            (message({"url": "https://example.org/a.png"}), "expected a data URL in base64"),
-            (message({"url": "data:image/png;base64,AAAA"}), "an image that Pillow reads"),
+            (message("https://example.org/a.png"), "expected a data URL in base64"),
+            (message("data:image/png;base64,AAAA"), "an image that Pillow reads"),
             ({**asked, "role": "assistant"}, "expected images of a user alone"),
         )
         for each, text in refused:
@@ -227,40 +219,33 @@ def test_chats_about_images_are_served(bundle, reference, pictures):
             assert response.status_code == 400
             assert text in response.json()["error"]["message"]
         assert "none beside images" in answer(asked, prompt_logprobs=1).json()["error"]["message"]
-    models.close()
 
 
 def test_the_command_reads_images_before_a_message(bundle, model, pictures, capsys):
     path, most = str(model.with_name("out") / "made"), ("--max-new-tokens", "9", "--json")
-    asked = ("--chat", "what is this?", "--image", str(pictures[1]))
+    asked = ("--chat", QUESTION["text"], "--image", str(pictures[1]))
     assert command(["generate", path, *asked, *most]) == 0
-    content = [{"type": "image"}, {"type": "text", "text": "what is this?"}]
-    ids = bundle.apply_chat_template([{"role": "user", "content": content}])
-    expected = bundle.generate(ids, images=pictures[1], max_new_tokens=9)
+    expected = bundle.generate(
+        bundle.apply_chat_template(ASKED), images=pictures[1], max_new_tokens=9
+    )
     assert json.loads(capsys.readouterr().out)["token_ids"] == [*expected.token_ids]
 
 
-@pytest.mark.thorough
 def test_a_model_without_images_refuses_them(run, model, pictures, tmp_path):
     run("build", made_of(model, ""), "-o", tmp_path, quick=True)
     with load(tmp_path / "made", on_mismatch="error") as bundle:
         assert bundle.config.images is None
         with pytest.raises(UsageError, match="images: expected none, as the prompts of made"):
             bundle.generate(PROMPTS[0][0], images=pictures[:1])
-        models = Models(Served("made", bundle, Engine(bundle), 0))
-        with running(models, Settings()) as server:
+        with serving(bundle) as server:
             part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
             body = {"model": "made", "messages": [{"role": "user", "content": [part]}]}
             found = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
         assert found.status_code == 400
-        message = (
-            "messages: [0].content[0]: expected text, found an image, and 'made' reads texts alone"
-        )
+        message = "messages: [0].content[0]: expected text, found an image, and 'made' reads texts"
         assert found.json()["error"]["message"].startswith(message)
-        models.close()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_images_are_read_in_few_bits(run, model, reference, pictures, tmp_path, dtype):
     run("build", made_of(model, dtype=dtype), "-o", tmp_path, quick=True)

@@ -8,7 +8,6 @@ import json
 import sys
 import threading
 import types
-import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -174,26 +173,6 @@ def test_a_static_value_of_any_kind_chooses_its_program(loaded, name):
     with pytest.warns(FallbackWarning, match=f"{name}/c=.*: c: expected .*, found "):
         np.testing.assert_array_equal(function(X, other), plain(X, other))
     assert function.stats().loaded == (found,)
-
-
-def test_a_function_is_compared_with_what_it_closes_over_by_now(tmp_path, build_cache):
-    def closed(factor):
-        held = [factor]
-        return held, lambda v: v * held[0]
-
-    example, (held, function) = closed(2.0)[1], closed(2.0)
-    made = Program("use", use, ["float32[{n}]"], {"n": (2, 4)}, static={"c": [example]})
-    path = build(made, tmp_path, cache=build_cache, quiet=True).path
-    ours, plain = (
-        make(use, static_argnames="c") for make in (functools.partial(jit, bundle=path), jax.jit)
-    )
-    for changed, x in ((2.0, jnp.ones(2)), (3.0, jnp.ones(2)), (3.0, jnp.ones(4))):
-        held[0] = changed
-        expected = plain(x, function)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            np.testing.assert_array_equal(ours(x, function), expected)
-    assert ours.stats().loaded == ("use/n2-c=0",)
 
 
 class Scale:

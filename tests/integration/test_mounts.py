@@ -2,20 +2,14 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from subprocess import DEVNULL
 
 import pytest
-from tests.layouts import subject_of
 from tests.processes import ran
-from tests.waiting import wait_for
 
-from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.runtime.__main__ import main
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 from prejit.runtime.generation.options import check_generation
 
 ROOT = Path(__file__).parents[2]
@@ -85,59 +79,3 @@ def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(demo, regis
     assert is_whole(files / "models", demo)
     refused, said = below_a_root(files, tmp_path)
     assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
-
-
-@pytest.fixture
-def ctr(tmp_path):
-    """The client of a containerd of this test's own."""
-    has("containerd", "ctr")
-    socket = tmp_path / "containerd.sock"
-    (tmp_path / "containerd.toml").write_text(
-        f'version = 2\nroot = "{tmp_path}/root"\nstate = "{tmp_path}/state"\n'
-        f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n[grpc]\naddress = "{socket}"\n'
-    )
-    client = ["ctr", "--address", str(socket)]
-    with (tmp_path / "containerd.log").open("wb") as log:
-        command = ["containerd", "--config", str(tmp_path / "containerd.toml")]
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: subprocess.call([*client, "version"], stdout=DEVNULL, stderr=DEVNULL) == 0)
-        yield client
-    finally:
-        server.kill()
-        server.wait()
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
-def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_once(
-    demo, registry, ctr, tmp_path
-):
-    second = Path(shutil.copytree(demo, tmp_path / "second"))
-    parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
-    attach(second, subject_of(second), PARTS_MEDIA_TYPE, [parts], {})
-    counts = []
-    for name, bundle in {"one": demo, "two": second}.items():
-        ran(*ctr, "images", "pull", "--plain-http", image := pushed(bundle, registry, tag=name))
-        counts.append(len(ran(*ctr, "snapshots", "ls").stdout.splitlines()))
-    assert counts[1] == counts[0] + 1  # the layer of small files
-    at = tmp_path / "mounted"
-    at.mkdir()
-    ran(*ctr, "images", "mount", image, at)
-    try:
-        refused, said = first_token(at / "models")
-        assert is_whole(at / "models", second)
-    finally:
-        ran("umount", at)
-    assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
-
-
-@pytest.mark.thorough
-def test_oras_puts_the_files_of_the_artifact_side_by_side(demo, registry, tmp_path):
-    from oras.client import OrasClient  # imports requests, which no other test does
-
-    flat = tmp_path / "flat"
-    files = OrasClient(insecure=True).pull(pushed(demo, registry, "modelpack"), outdir=str(flat))
-    assert {Path(each).parent for each in files} == {flat}
-    assert is_whole(flat, demo)
-    assert first_token(flat)[-1] == first_token(demo)[-1]

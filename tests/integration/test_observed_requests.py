@@ -5,7 +5,6 @@ import signal
 from contextlib import contextmanager
 
 import httpx
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -14,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.http_serving import QuietHandler, serving
 from tests.unit.server.running import running, wait_for
 
-from prejit.compiler import Program, build
 from prejit.runtime import load
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.server.engine.engine import Engine
@@ -22,14 +20,6 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
-
-
-@pytest.fixture(scope="module")
-def functions_dir(tmp_path_factory, build_cache):
-    args = {"args": {"x": "float32[{batch}, 8]"}, "buckets": {"batch": [4]}, "pad": ["batch"]}
-    doubled = Program("doubled", fn=lambda x: jnp.tanh(x) * 2, **args)
-    output = tmp_path_factory.mktemp("functions")
-    return build([doubled], output, name="functions", cache=build_cache, quiet=True).path
 
 
 class Watched:
@@ -42,21 +32,19 @@ class Watched:
     def statuses(self, path, *bodies):
         return [self.client.post(path, json=body).status_code for body in bodies]
 
+    def samples(self, name):
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        return [each for family in families for each in family.samples if each.name == name]
+
     def value(self, name, **labels):
         """The sum of the samples with these labels."""
-        families = text_string_to_metric_families(self.client.get("/metrics").text)
-        found = [each for family in families for each in family.samples if each.name == name]
+        found = self.samples(name)
         assert found, name
         return sum(one.value for one in found if labels.items() <= one.labels.items())
 
     def answers(self):
-        families = text_string_to_metric_families(self.client.get("/metrics").text)
-        return {
-            (one.labels["route"], one.labels["status"]): one.value
-            for family in families
-            for one in family.samples
-            if one.name == "prejit_http_requests_total"
-        }
+        found = self.samples("prejit_http_requests_total")
+        return {(one.labels["route"], one.labels["status"]): one.value for one in found}
 
     def figures(self):
         (found,) = self.client.get("/page/figures").json()["models"].values()
@@ -79,17 +67,6 @@ def watched(name, path, **options):
 def encoder(encoder_dir):
     with watched("sentences", encoder_dir) as found:
         yield found
-
-
-@pytest.fixture
-def functions(functions_dir):
-    with watched("functions", functions_dir) as found:
-        yield found
-
-
-def infer(rows, **changed):
-    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": [0.5] * rows * 8}
-    return {"inputs": [tensor | changed]}
 
 
 def test_metrics_of_a_decoder_are_the_sums_of_what_callers_got(decoder_dir):
@@ -147,26 +124,6 @@ def test_requests_to_an_encoder_are_observed(encoder):
     assert (figures["finished"], figures["failed"], figures["running"]) == (4, 0, 0)
     (calls,) = figures["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("encode", 4, 9 / 4)
-
-
-@pytest.mark.thorough
-def test_requests_to_a_function_are_observed(functions):
-    path = "/v2/models/doubled/infer"
-    wrong = [infer(3, name="z"), infer(3, datatype="FP64"), {}]
-    assert functions.statuses(path, infer(3), infer(6), *wrong) == [200, 200, 400, 400, 400]
-    assert functions.statuses("/v2/models/other/infer", infer(3)) == [404]
-    counts = {"200": 2, "400": 3, "404": 1}
-    expected = {("/v2/models/{model}/infer", status): n for status, n in counts.items()}
-    wait_for(lambda: functions.answers() == expected)
-    program = {"kind": "call", "program": "doubled"}
-    assert functions.value("prejit_requests_total", **program, reason="done") == 2
-    assert functions.value("prejit_requests_total") == 2
-    assert functions.value("prejit_rows_total", **program) == 3 + 6
-    assert functions.value("prejit_runs_total", **program) == 1 + 2
-    assert functions.value("prejit_padded_rows_total", **program) == 3 * 4 - 9
-    (calls,) = functions.figures()["calls"]
-    assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("doubled", 2, 3)
-    assert calls["padding"] == pytest.approx(3 / 12)
 
 
 def test_an_embedding_that_is_no_number_is_seen(encoder, monkeypatch):

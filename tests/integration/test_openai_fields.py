@@ -234,6 +234,8 @@ WRONG_VALUES = (
 SCORED = {"echo": True, "logprobs": 1}
 LAST_TOKEN = {"allowed_token_ids": [400]}
 INTEGER = {"structured_outputs": {"json": {"type": "integer"}}}
+NOT_ONE = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
+NO_GRAMMAR = {"type": "function", "function": {"name": "a", "parameters": NOT_ONE, "strict": True}}
 SOUND = [{"role": "user", "content": [{"type": "input_audio"}]}]
 WRONG = {
     "/v1/completions": [
@@ -254,6 +256,7 @@ WRONG = {
         ({"max_completion_tokens": 2}, "max_tokens", "without max_completion_tokens"),
         ({"tools": [ADD] * 129}, "tools", "tools"),
         ({"tools": [ADD] * 2}, "tools", "each name once"),
+        ({"tools": [NO_GRAMMAR]}, "tools[0].function.parameters", ""),
         ({"modalities": ["audio"]}, "modalities[0]", ""),
         ({"top_logprobs": 2}, "top_logprobs", "expected logprobs"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "chat_template"),

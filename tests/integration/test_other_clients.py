@@ -1,7 +1,6 @@
 """Other clients read what prejit pushed, and prejit reads what they pushed, through a real registry."""
 
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -56,26 +55,7 @@ def by_oras_of_python(place, work):
     )
 
 
-def by_containers(program):
-    """podman and buildah keep no artifacts of one manifest; a list of them they add and push."""
-
-    def copy(place, work):
-        with tempfile.TemporaryDirectory() as short:  # podman takes no long paths
-            roots = ("--root", work / "root", "--runroot", short, "--storage-driver", "vfs")
-            lists = (program, *roots, "manifest")
-            run(*lists, "create", "localhost/lists")
-            ours = f"docker://{place}:ours"
-            run(*lists, "add", "--all", "--tls-verify=false", "localhost/lists", ours)
-            push = ("push", "--all", "--tls-verify=false", "localhost/lists")
-            run(*lists, *push, f"docker://{place}:theirs")
-
-    return copy
-
-
-CLIENTS = {
-    **{"skopeo": by_skopeo, "oras": by_oras, "oras of Python": by_oras_of_python},
-    **{name: by_containers(name) for name in ("podman", "buildah")},
-}
+CLIENTS = {"skopeo": by_skopeo, "oras": by_oras, "oras of Python": by_oras_of_python}
 
 
 @pytest.mark.parametrize("copy", one_in(3, CLIENTS.values()), ids=CLIENTS)

@@ -148,20 +148,6 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bu
     assert signed.added == len(signed.subjects) + 2  # and the provenance and the list of parts
 
 
-@pytest.mark.thorough
-def test_a_program_with_its_own_logging_is_not_disturbed(bundle, prejit_at):
-    """jax's messages, which the report needs, do not reach the handlers of the program."""
-    lines = (
-        "import logging",
-        "logging.basicConfig(level=logging.INFO, format='LOG %(name)s')",
-        "import runpy; runpy.run_path('serve.py', run_name='__main__')",
-    )
-    found = report_of(prejit_at, bundle, sys.executable, "-c", "\n".join(lines))
-    assert found["missed"] == 0
-    assert "jax._src.cache_key" not in found["stderr"]
-    assert "jax._src.compiler" not in found["stderr"]
-
-
 def test_nothing_to_record_is_said(prejit_at, tmp_path):
     done = prejit_at("record", "-o", tmp_path / "b", "--", "true", status=1)
     assert "the program compiled nothing with jax" in done.stderr

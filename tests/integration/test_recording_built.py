@@ -201,21 +201,6 @@ def test_a_recording_of_a_gpu_is_built_for_others(here, recording, tmp_path):
         }
 
 
-def test_of_several_recorded_targets_that_of_the_installed_jax_is_built(here, recording, tmp_path):
-    [target] = read_targets(recording)
-    few = dict(sorted(target.programs.items())[:1])
-    needs = dataclasses.replace(target.requirement, jaxlib="0.0.1")
-    both = [
-        dataclasses.replace(target, programs=few),
-        dataclasses.replace(target, requirement=needs, given=""),
-    ]
-    write_bundle(tmp_path / "both", "both", [packed(each, "both") for each in both])
-    built = build_recording(tmp_path / "both", tmp_path / "out", [LEVELS[1]], cache=here / "cache")
-    assert built.compiled + built.cached == 1
-    [line] = built.left_out
-    assert line.startswith("the programs of cpu-jaxlib0.0.1")
-
-
 def test_recordings_take_no_options_of_manifests(recording, on_two_devices):
     words = ("-m", "prejit.runtime", "build", recording, "--target", LEVELS[0])
     assert "found --retrace" in on_two_devices(*words, "--retrace", status=2).stderr

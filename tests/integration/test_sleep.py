@@ -1,6 +1,5 @@
 """Models that share one server's memory sleep and wake, and their clients get the same tokens."""
 
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -139,28 +138,3 @@ def test_a_model_is_added_and_removed_while_others_run(server, models):
         assert server.ask("c", 1) == 404
         assert {*asking} == {200}
     server.process.wait_until_said("c: freed")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_that_ends_while_a_model_wakes(server, models, tmp_path, number):
-    def ask(place):
-        try:
-            return server.ask("ab"[place % 2], place)
-        except httpx.TransportError:
-            return 0  # the server was killed
-
-    with ThreadPoolExecutor(32) as pool:
-        asking = pool.map(ask, range(64))
-        server.process.wait_until_said(": wakes up")
-        status = server.process.end(number)
-        found = {*asking}
-    assert "Traceback" not in server.process.said, server.process.said
-    if number == signal.SIGTERM:
-        assert (status, found - {0}) == (0, found & {200, 503})
-        return
-    again = Server(models, tmp_path / "admin")  # whose socket the one before has left there
-    try:
-        assert [again.ask(name, 0) for name in "ab"] == [200, 200]
-    finally:
-        again.admin.close()
-        again.process.kill()
