@@ -27,12 +27,12 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "kubernetes" / "chart"
 TOOLS = ROOT / ".venv-tools" / "bin" / "python"
 KUBERNETES = "1.36"
+PULLED = {"from": "pull", "reference": "oci://registry.example.com/models/demo:prod"}
+CLAIMED = {"from": "claim", "claim": "bundles"}
 FORMS = {
     "volume": {},
-    "pull": {
-        "bundle": {"from": "pull", "reference": "oci://registry.example.com/models/demo:prod"}
-    },
-    "claim": {"bundle": {"from": "claim", "claim": "bundles"}, "autoscaling": {"enabled": False}},
+    "pull": {"bundle": PULLED},
+    "claim": {"bundle": CLAIMED, "autoscaling": {"enabled": False}},
 }
 HELM = """
 import asyncio, json, sys
@@ -78,21 +78,15 @@ def check(objects):
 
 
 def install(*values):
-    """Lint and install the chart with each of the values.
-
-    Returns:
-        for each what the cluster got, and what Helm rendered, or its error.
-    """
+    """Return what the cluster got of the chart with each of the values, and what Helm rendered or said."""
     with contextlib.ExitStack() as stack:
         apis = [stack.enter_context(fake_kubernetes()) for _ in values]
         calls = [(str(CHART), each, api.kubeconfig) for each, api in zip(values, apis, strict=True)]
-        found = []
-        for api, (messages, rendered) in zip(
-            apis, json.loads(with_tools(HELM, *calls)), strict=True
-        ):
+        linted, rendered = zip(*json.loads(with_tools(HELM, *calls)), strict=True)
+        for messages in linted:
             assert all(each["Severity"] < 2 for each in messages), messages  # 1: it has no icon
-            found.append((list(api.objects.values()), rendered))
-        return found
+        objects = [list(api.objects.values()) for api in apis]
+        return list(zip(objects, rendered, strict=True))
 
 
 def one(objects, kind):
@@ -108,12 +102,11 @@ def plain():
 
 def moved(arguments, **places):
     """Return arguments of a container with the paths and ports of this machine."""
-    changed = arguments
-    for old, new in places.items():
-        old = {"bundle": "/bundle/models", "port": "8000"}[old]
-        assert any(old in each for each in changed), arguments
-        changed = [each.replace(old, str(new)) for each in changed]
-    return changed
+    for name, new in places.items():
+        old = {"bundle": "/bundle/models", "port": "8000"}[name]
+        assert any(old in each for each in arguments), arguments
+        arguments = [each.replace(old, str(new)) for each in arguments]
+    return arguments
 
 
 @pytest.mark.thorough
@@ -121,11 +114,8 @@ def moved(arguments, **places):
 def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have():
     installed = dict(zip(FORMS, install(*FORMS.values()), strict=True))
     check([each for objects, _ in installed.values() for each in objects])
-    for form, source in (
-        ("volume", "image"),
-        ("pull", "emptyDir"),
-        ("claim", "persistentVolumeClaim"),
-    ):
+    sources = {"volume": "image", "pull": "emptyDir", "claim": "persistentVolumeClaim"}
+    for form, source in sources.items():
         objects, _ = installed[form]
         kinds = {"Deployment", "Service", "PodDisruptionBudget", "DaemonSet", "ScaledObject"}
         pod = one(objects, "Deployment")["spec"]["template"]["spec"]
@@ -180,12 +170,9 @@ def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, serve):
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     (trigger,) = one(objects, "ScaledObject")["spec"]["triggers"]
     asked = re.fullmatch(r'sum\((\w+)\{model_name="(.*)"\}\)', trigger["metadata"]["query"])
-    found = [
-        each.value
-        for family in text_string_to_metric_families(metrics)
-        for each in family.samples
-        if (each.name, each.labels.get("model_name")) == asked.groups()
-    ]
+    families = text_string_to_metric_families(metrics)
+    samples = [each for family in families for each in family.samples]
+    found = [s.value for s in samples if (s.name, s.labels.get("model_name")) == asked.groups()]
     assert found
     assert sum(found) == 0  # nothing waits
     drain = int(container["args"][-1].removeprefix("--drain-seconds="))
@@ -235,10 +222,8 @@ def test_kustomize_changes_image_and_volume(tmp_path):
     assert len(objects) == len(plain())
     pod = one(objects, "Deployment")["spec"]["template"]["spec"]
     (bundle,) = [each for each in pod["volumes"] if each["name"] == "bundle"]
-    assert bundle == {
-        "name": "bundle",
-        "persistentVolumeClaim": {"claimName": "bundles", "readOnly": True},
-    }
+    claim = {"claimName": "bundles", "readOnly": True}
+    assert bundle == {"name": "bundle", "persistentVolumeClaim": claim}
     assert pod["containers"][0]["image"] == "registry.example.com/prejit-server:0.2.0"
 
 

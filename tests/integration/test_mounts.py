@@ -1,4 +1,4 @@
-"""Other clients take a bundle's image and its artifact, and what they mount serves the first token."""
+"""Other clients take a bundle's image, and its files, which cannot be written, serve the first token."""
 
 import os
 import shutil
@@ -32,18 +32,8 @@ def can_mount():
     return has_rights and ran("unshare", "-m", "true", status=None).returncode == 0
 
 
-def has(*programs):
-    for each in programs:
-        if shutil.which(each) is None:
-            pytest.skip(f"{each} is not installed (Debian has it)")
-
-
 def first_token(path):
     return ran(sys.executable, "-W", "ignore", "-c", FIRST_TOKEN, path).stdout.splitlines()
-
-
-def is_whole(path, bundle):
-    return audit(path, check_generation) == audit(bundle, check_generation)
 
 
 def below_a_root(files, work):
@@ -63,19 +53,16 @@ def below_a_root(files, work):
     return ran(*command, env={"PATH": os.environ["PATH"], "HOME": "/tmp"}).stdout.splitlines()
 
 
-def pushed(bundle, registry, form="image", tag="image"):
-    """Push a bundle in a form, and return its place without `oci://`."""
-    assert main(["push", str(bundle), f"{registry.url}:{tag}", f"--{form}"]) == 0
-    return f"{registry.url.removeprefix('oci://')}:{tag}"
-
-
 @pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
 def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(demo, registry, tmp_path):
-    has("skopeo", "umoci")
+    if missing := [each for each in ("skopeo", "umoci") if shutil.which(each) is None]:
+        pytest.skip(f"Debian has {missing}, which are not installed")
+    assert main(["push", str(demo), f"{registry.url}:image", "--image"]) == 0
+    image = f"docker://{registry.url.removeprefix('oci://')}:image"
     skopeo = ("skopeo", "--insecure-policy", "copy", "-q", "--src-tls-verify=false")
-    ran(*skopeo, f"docker://{pushed(demo, registry)}", f"oci:{tmp_path}/layout:image")
+    ran(*skopeo, image, f"oci:{tmp_path}/layout:image")
     ran("umoci", "unpack", "--image", f"{tmp_path}/layout:image", f"{tmp_path}/unpacked")
     files = tmp_path / "unpacked" / "rootfs"
-    assert is_whole(files / "models", demo)
+    assert audit(files / "models", check_generation) == audit(demo, check_generation)
     refused, said = below_a_root(files, tmp_path)
     assert (refused, said) == ("Read-only file system", first_token(demo)[-1])

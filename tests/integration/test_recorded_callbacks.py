@@ -92,12 +92,7 @@ def test_recorded_programs_call_the_functions_of_this_start(bundle, python_at, p
     plain = python_at("serve.py", tag)
     found = prejit_at("run", bundle, "--require-aot", "--", sys.executable, "serve.py", tag)
     assert found.stdout == plain.stdout
-    for text in (
-        f"{tag} mean 2.0",
-        f"ValueError: never {tag}",
-        "[4.0, 13.0]",
-        f"('first', '{tag}'",
-    ):
+    for text in (f"{tag} mean 2.0", f"never {tag}", "[4.0, 13.0]", f"('first', '{tag}'"):
         assert text in found.stdout
 
 

@@ -68,10 +68,9 @@ def largest(x):
 
 print(own(np.eye(4, dtype=np.float32) * 4), half(np.ones(3, np.float16)), largest(np.ones(8, np.float32)))
 """
+HAS_LEVEL_3 = "fma" in Fingerprint.current().cpu_features
 pytestmark = [
-    pytest.mark.skipif(
-        "fma" not in Fingerprint.current().cpu_features, reason="runs code for x86-64-v3"
-    ),
+    pytest.mark.skipif(not HAS_LEVEL_3, reason="runs code for x86-64-v3"),
     pytest.mark.thorough,
 ]
 
@@ -116,10 +115,8 @@ def test_a_recording_is_built_for_levels_which_start_without_a_trace(
     plain = on_two_devices("serve.py")
     assert int(plain.stderr) > 10
     for level in LEVELS:
-        done = on_two_devices(
-            *("-m", "prejit.runtime", "build", recording, "--target", level, "-o", level)
-        )
-        assert "compiled 0, cached" in done.stderr
+        build = ("-m", "prejit.runtime", "build", recording, "--target", level, "-o", level)
+        assert "compiled 0, cached" in on_two_devices(*build).stderr
         done, report = report_of(on_two_devices, here, f"{level}/serve", "--require-aot")
         assert (done.stdout, int(done.stderr)) == (plain.stdout, 0)
         assert (report["hits"], report["missed"], report["traced"]) == (0, 0, {})
@@ -188,17 +185,15 @@ def test_a_recording_of_a_gpu_is_built_for_others(here, recording, tmp_path):
         path = tmp_path / name
         write_bundle(path, "gpu", [packed(dataclasses.replace(target, requirement=needs), "gpu")])
         with pytest.raises(BuildError, match=says) if says else contextlib.nullcontext():
-            built = build_recording(
-                path, tmp_path, ["cuda-h100", "cuda-l4"], cache=tmp_path / "cache"
-            )
+            targets = ["cuda-h100", "cuda-l4"]
+            built = build_recording(path, tmp_path, targets, cache=tmp_path / "cache")
     assert built.targets == ("cuda-h100", "cuda-l4")
     assert {line.split()[0] for line in built.left_out} == {"jit_solve"}
     for each, capability in zip(read_targets(built.path), ("9.0", "8.9"), strict=True):
         assert each.requirement.compute_capability == capability
         assert (each.requirement.device_count, each.requirement.cuda) == (None, "13.0")
-        assert set(target.programs) - set(each.programs) == {
-            name for name in target.programs if name.startswith(("jit_solve", LEAN_PREFIX))
-        }
+        dropped = {*target.programs} - {*each.programs}
+        assert dropped == {n for n in target.programs if n.startswith(("jit_solve", LEAN_PREFIX))}
 
 
 def test_recordings_take_no_options_of_manifests(recording, on_two_devices):
@@ -217,9 +212,8 @@ def test_no_flipped_bit_of_a_kept_program_is_compiled(recording, tmp_path):
     content = file.read_bytes()
     file.chmod(0o644)
     for place in range(0, len(content), len(content) // 40):
-        file.write_bytes(
-            content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
-        )
+        flipped = bytes([content[place] ^ 1 << place % 8])
+        file.write_bytes(content[:place] + flipped + content[place + 1 :])
         with pytest.raises(RejectError):
             read_targets(copy)
     file.write_bytes(content)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 from tests.lettered import write_lettered
+from tests.manifests import write_manifest
 from tests.processes import ran
 
 from prejit.runtime.__main__ import main
@@ -18,21 +19,8 @@ ROOT = Path(__file__).parents[2]
 CI = ROOT / "deploy" / "ci"
 TOOLS = ROOT / ".venv-tools" / "bin"
 STEPS = {"first", "candidate", "rollout", "back"}
-MANIFEST = """
-[bundle]
-name = "decoder"
-[model]
-source = "model"
-dtype = "float32"
-[generate]
-batch = [1, 3]
-prompt = [64]
-context = [64, 512]
-draft_tokens = 3
-[[target]]
-name = "cpu-host"
-"""
-"""That of `lettered_dir`: its programs are in the build cache."""
+SIZES = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
+"""Those of `lettered_dir`: its programs are in the build cache."""
 GATE_FAILED = 9
 
 needs_tools = pytest.mark.skipif(
@@ -47,7 +35,8 @@ def clone(tmp_path):
     ran("git", "clone", "-q", "--depth", "1", f"file://{ROOT}", place)
     shutil.copytree(CI, place / "deploy" / "ci", dirs_exist_ok=True)  # also if not committed
     write_lettered(place / "models" / "model")
-    (place / "models" / "decoder.toml").write_text(MANIFEST)
+    more = {"model": 'dtype = "float32"', "generate": "draft_tokens = 3"}
+    write_manifest(place / "models" / "decoder.toml", "model", name="decoder", **SIZES, **more)
     return place
 
 
@@ -90,7 +79,7 @@ def test_a_pipeline_releases_gates_rolls_out_and_back(release, clone, registry, 
     manifest = clone / "models" / "decoder.toml"
     (clone / "models" / "LICENSE").write_text("Public domain.\n")
     named = '"decoder"\nlicense = "LICENSE"'
-    manifest.write_text(MANIFEST.replace('"decoder"', named))
+    manifest.write_text(manifest.read_text().replace('"decoder"', named))
     release("candidate")
     assert tags()["prod"] == old
     assert "|" in (clone / "gate.md").read_text()
@@ -138,14 +127,10 @@ def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path):
     github = yaml.safe_load((CI / "github.yml").read_text())["jobs"]["release"]["steps"]
     gitlab = yaml.safe_load((CI / "gitlab.yml").read_text())
     (jenkins,) = re.findall(r"sh '''(.*?)'''", (CI / "Jenkinsfile").read_text(), re.DOTALL)
+    keys = ("before_script", "script", "after_script")
     commands = {
         "github": [each["run"] for each in github if "run" in each],
-        "gitlab": [
-            line
-            for job in gitlab.values()
-            for key in ("before_script", "script", "after_script")
-            for line in job.get(key, ())
-        ],
+        "gitlab": [line for job in gitlab.values() for key in keys for line in job.get(key, ())],
         "jenkins": [jenkins],
     }
     for name, lines in commands.items():

@@ -27,28 +27,16 @@ print(start.hashed_bytes, start.receipt_bytes)
 
 
 @pytest.fixture
-def registry():
-    with fake_registry() as found:
-        yield found
-
-
-@pytest.fixture
 def env(tmp_path):
     """A machine of its own: an empty store, and no receipts."""
-    return {
-        **os.environ,
-        "PREJIT_BUNDLES": str(tmp_path / "store"),
-        "PREJIT_RUNTIME_CACHE": str(tmp_path / "cache"),
-    }
+    own = {"PREJIT_BUNDLES": str(tmp_path / "store")}
+    return {**os.environ, **own, "PREJIT_RUNTIME_CACHE": str(tmp_path / "cache")}
 
 
 def prejit(env, *words):
     """Run a command in a fresh process in which nobody can import jax. Return what it printed."""
-    command = (
-        "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
-        "sys.exit(main())"
-    )
-    return ran(sys.executable, "-c", command, *words, env=env).stdout
+    command = "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
+    return ran(sys.executable, "-c", f"{command}sys.exit(main())", *words, env=env).stdout
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -76,10 +64,11 @@ def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
     ran(sys.executable, "-W", "ignore", "-c", CALL, copied, env=env)
 
 
-def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(registry, env):
-    at = f"oci://{registry.host}/call:v1"
-    prejit(env, "push", GOLDEN / "call", at)
-    prejit(env, "pull", at)
-    done = ran(sys.executable, "-W", "ignore", "-c", CALL, at, env=env)
+def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(env):
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/call:v1"
+        prejit(env, "push", GOLDEN / "call", at)
+        prejit(env, "pull", at)
+        done = ran(sys.executable, "-W", "ignore", "-c", CALL, at, env=env)
     hashed, held = map(int, done.stdout.split()[-2:])
     assert (hashed, held > 0) == (0, True), SETTLED_SECONDS

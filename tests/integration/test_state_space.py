@@ -1,18 +1,10 @@
-"""Sessions and prefixes keep only whole states of a decoder whose state cannot go back.
-
-The model is that of an example. test_invariance.py has it in every way to generate, beside a plain loop over
-its code.
-"""
-
-import importlib.util
-import sys
+"""Sessions and prefixes keep only whole states of a decoder whose state cannot go back."""
 
 import numpy as np
 import pytest
 from tests.manifests import write_manifest
 
 import prejit.compiler
-from prejit.compiler import Generate, Manifest, Model
 from prejit.runtime import load
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.generation import decode
@@ -23,16 +15,6 @@ pytestmark = pytest.mark.thorough
 
 CONTEXT = 72
 TEXTS = np.random.default_rng(0).integers(0, 512, (4, CONTEXT)).tolist()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = write_model(tmp_path_factory.mktemp("state_space"))
-    spec = importlib.util.spec_from_file_location("state_space", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["state_space"] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module.model
 
 
 def write_model(directory):
@@ -113,17 +95,14 @@ def test_a_prefix_serves_what_its_state_can_continue(bundle):
     goes_on(bundle, bundle, text[:20], 5, prefix=prefix)
 
 
-def test_one_context_is_enough_for_a_cache_without_positions(model, tmp_path):
-    manifest = Manifest(
-        "m",
-        model=Model(module=model),
-        generate=Generate(batch=(1,), prompt=(8,), context=(64, 4096)),
-        targets=["cpu-host"],
-    )
+def test_one_context_is_enough_for_a_cache_without_positions(tmp_path):
+    write_model(tmp_path)
+    sizes = {"batch": (1,), "prompt": (8,), "context": (64, 4096)}
+    manifest = write_manifest(tmp_path / "m.toml", model='module = "model:model"', **sizes)
     with pytest.raises(ManifestError) as caught:
         prejit.compiler.build(manifest, tmp_path, cache=tmp_path / "cache", quiet=True)
-    assert str(caught.value) == (
-        "manifest 'm': generate.context: expected one size, because the cache of StateSpaceModel has no "
-        "positions and is as large for any; found [64, 4096]"
-    )
+    assert (
+        "generate.context: expected one size, because the cache of StateSpaceModel has no positions "
+        "and is as large for any; found [64, 4096]"
+    ) in str(caught.value)
     assert caught.value.hint == "give the longest text that you want to allow: context = [4096]"
