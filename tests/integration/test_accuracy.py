@@ -6,10 +6,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from tests.encoders import bert_config
 from tests.extent import cases
-from tests.manifests import encoder_manifest, write_manifest
-from tests.parity.encoder_cases import Case
+from tests.manifests import write_manifest
 
 from .conftest import ROOT
 
@@ -59,12 +57,6 @@ def held_out_python(characters=12_000):
     return "".join(texts)[-characters:]
 
 
-def accuracy_of(run, manifest, at):
-    """The accuracy that a build reports for its only bundle."""
-    [told] = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
-    return told["accuracy"]
-
-
 def rise(run, at, source, text, dtype, cache_dtype):
     """By how much the perplexity rises on a text: 0.01 for 1 %."""
     (at / "held.txt").write_text(text, encoding="utf-8")
@@ -73,7 +65,8 @@ def rise(run, at, source, text, dtype, cache_dtype):
     more = {"model": model, "generate": f'cache_dtype = "{cache_dtype}"'}
     sizes = {"prompt": (4,), "context": (16,)}
     manifest = write_manifest(at / f"{name}.toml", source, name=name, **sizes, **more)
-    accuracy = accuracy_of(run, manifest, at)
+    [told] = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
+    accuracy = told["accuracy"]
     assert (accuracy["weights"], accuracy["text"]) == (dtype, "held.txt")
     assert accuracy["tokens"] > 500
     (target,) = json.loads(run("inspect", at / name, "--json").stdout)["targets"]
@@ -92,18 +85,3 @@ def rise(run, at, source, text, dtype, cache_dtype):
 def test_python_is_no_more_than_one_percent_less_likely(run, tmp_path, dtype, cache_dtype):
     source = ROOT / "manifests" / "demo-model"
     assert rise(run, tmp_path, source, held_out_python(), dtype, cache_dtype) <= 0.01
-
-
-@pytest.mark.thorough  # test_encoder_bits.py has one of int4
-def test_an_encoder_in_int8_gives_other_embeddings(run, tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path / "bert")
-    manifest = tmp_path / "bert.toml"
-    encoder_manifest(manifest, "shapes = [[1, 16]]", source="bert", model='dtype = "int8"')
-    told = accuracy_of(run, manifest, tmp_path)
-    assert told["text"] == "random"
-    assert " int8 and " in told["weights"]  # some need more
-    assert 999_000 < told["cosine_millionths"] < 1_000_000
-    assert "least cosine of embeddings" in run("inspect", tmp_path / "bert").stdout
-    manifest.write_text(manifest.read_text().replace('"int8"', '"int8"\naccuracy = false'))
-    assert accuracy_of(run, manifest, tmp_path) is None

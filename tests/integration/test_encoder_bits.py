@@ -49,7 +49,9 @@ def test_an_encoder_in_few_bits_keeps_its_cosine(run, tmp_path, name, dtype):
     # All of them in int8 lose too much, which the build says everywhere.
     assert re.fullmatch(r"(\d+ int8 and \d+ )?bfloat16( \(\d+\.\d bits\))?", accuracy["weights"])
     assert f"stored matrices as {accuracy['weights']}" in told["int4"]
-    assert f"{accuracy['weights']} weights" in run("inspect", tmp_path / "m").stdout
+    shown = run("inspect", tmp_path / "m").stdout
+    assert f"{accuracy['weights']} weights" in shown
+    assert "least cosine of embeddings" in shown
     again = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)[0]
     assert (again["digest"], again["compiled"]) == (told["digest"], 0)
     assert "3 cached, 0 to compile" in run("plan", manifest, quick=True).stdout

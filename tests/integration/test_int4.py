@@ -17,13 +17,9 @@ pytestmark = pytest.mark.thorough
 def built(run, stories, tmp_path_factory):
     at = tmp_path_factory.mktemp("int4")
     (at / "held.txt").write_text(4 * STORY, encoding="utf-8")  # the last 2,048 tokens only measure
-    manifest = write_manifest(
-        at / "four.toml", stories[0], name="four", batch=(1, 4), prompt=(32,), context=(128,)
-    )
-    text = manifest.read_text()
-    manifest.write_text(
-        text.replace("[generate]\n", 'dtype = "int4"\nevaluation = "held.txt"\n[generate]\n')
-    )
+    sizes = {"batch": (1, 4), "prompt": (32,), "context": (128,)}
+    lines = 'dtype = "int4"\nevaluation = "held.txt"'
+    manifest = write_manifest(at / "four.toml", stories[0], name="four", model=lines, **sizes)
     told = run("build", manifest, "-o", at, quick=True)
     assert "int4: rounded 20 matrices by the first" in told.stderr
     return at / "four"
@@ -53,11 +49,8 @@ def test_a_story_in_four_bits_is_hardly_less_likely_and_the_same_in_a_fresh_proc
 def test_tokens_of_avx2_depend_on_no_batch_or_cut(run, stories, tmp_path, no_warnings_of_fallback):
     """x is rounded to bytes, which no other row and no prompt's end may change."""
     sizes = {"batch": (1, 4), "prompt": (8, 32), "context": (128,)}
-    manifest = write_manifest(
-        tmp_path / "avx2.toml", stories[0], name="avx2", targets=("cpu-x86-64-v3",), **sizes
-    )
-    more = 'dtype = "int4"\naccuracy = false\n[generate]\n'
-    manifest.write_text(manifest.read_text().replace("[generate]\n", more))
+    more = {"targets": ("cpu-x86-64-v3",), "model": 'dtype = "int4"\naccuracy = false'}
+    manifest = write_manifest(tmp_path / "avx2.toml", stories[0], name="avx2", **sizes, **more)
     run("build", manifest, "-o", tmp_path, quick=True)
     with load(tmp_path / "avx2", on_mismatch="error") as bundle:
         prompts = [[1], [1, 403, 407], [1, *range(300, 340)]]

@@ -182,20 +182,6 @@ def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, serve):
     assert server.end(signal.SIGTERM, drain + 10) == 0, server.said
 
 
-@pytest.mark.thorough
-def test_the_init_container_pulls_what_the_server_serves(bundle_dir, registry, tmp_path, serve):
-    assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
-    text = (CHART / "templates" / "server.yaml").read_text()
-    (line,) = [each for each in text.splitlines() if "args: [pull" in each]
-    arguments = line.split("[", 1)[1].rstrip("]").split(", ")
-    assert arguments[1] == "{{ $v.bundle.reference | quote }}"
-    into = tmp_path / "bundle" / "models"
-    arguments[1] = f"{registry.url}:prod"
-    assert main([arguments[0], *moved(arguments[1:], bundle=into)]) == 0
-    server = serve(f"demo={into}", "--on-mismatch", "error").wait_until_ready()
-    assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == ["demo"]
-
-
 def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, programs, tmp_path, capsys):
     pod = one(plain(), "DaemonSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -43,31 +43,22 @@ def build(directory, cpus, umask, jobs, **environ):
     for file in project.iterdir():
         os.utime(file, (86400 * umask, 86400 * umask))
     arguments = ["build", "equal.toml", "-o", str(directory / "out"), "--jobs", str(jobs)]
-    env = {
-        **os.environ,
-        "HOME": str(directory),
-        "PREJIT_CACHE": str(directory / "cache"),
-        **environ,
-    }
+    own = {"HOME": str(directory), "PREJIT_CACHE": str(directory / "cache")}
+    env = {**os.environ, **own, **environ}
     start = START.format(cpus=cpus, umask=umask)
     done = ran(sys.executable, "-c", start, *arguments, cwd=project, env=env)
     assert "compiled 6, cached 0" in done.stderr
     bundle = directory / "out" / "equal"
-    return {
-        str(path.relative_to(bundle)): digest_of(path.read_bytes())
-        for path in bundle.rglob("*")
-        if path.is_file()
-    }
+    files = [path for path in bundle.rglob("*") if path.is_file()]
+    return {str(path.relative_to(bundle)): digest_of(path.read_bytes()) for path in files}
 
 
 def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_language(tmp_path):
     cpus = os.sched_getaffinity(0)
     if len(cpus) == 1:
         pytest.skip("this machine has one core")
-    alone = build(
-        tmp_path / "alone", {min(cpus)}, 0o077, 1, PYTHONHASHSEED="1", TZ="Asia/Tokyo", LANG="C"
-    )
-    beside = build(
-        tmp_path / "somewhere" / "else", cpus, 0o022, 3, PYTHONHASHSEED="2", LC_ALL="tr_TR.UTF-8"
-    )
+    one = {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LANG": "C"}
+    other = {"PYTHONHASHSEED": "2", "LC_ALL": "tr_TR.UTF-8"}
+    alone = build(tmp_path / "alone", {min(cpus)}, 0o077, 1, **one)
+    beside = build(tmp_path / "somewhere" / "else", cpus, 0o022, 3, **other)
     assert alone == beside, "the bundle and what is attached to it"

@@ -16,12 +16,8 @@ def bundles(run, stories, tmp_path_factory):
     directory = tmp_path_factory.mktemp("stories")
     for target in TARGETS:
         path = directory / f"{target}.toml"
-        run(
-            "build",
-            write_manifest(path, stories[0], name=target, targets=(target,)),
-            "-o",
-            directory,
-        )
+        manifest = write_manifest(path, stories[0], name=target, targets=(target,))
+        run("build", manifest, "-o", directory)
     return {target: directory / target for target in TARGETS}
 
 
@@ -54,7 +50,5 @@ def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(r
     cut = json.loads(run(*chat, "--stop", stop).stdout)
     assert (cut["text"], cut["finish_reason"]) == (said["text"].partition(stop)[0], "stop")
     assert len(cut["token_ids"]) < len(said["token_ids"])
-    both = run("generate", stories_dir, "--chat", "a", "--prompt", "b", status=2)
-    assert (
-        "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in both.stderr
-    )
+    both = run("generate", stories_dir, "--chat", "a", "--prompt", "b", status=2).stderr
+    assert "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in both
