@@ -1,4 +1,4 @@
-"""Adapters beside the weights: each row its own, none at no cost, loaded and dropped while others run."""
+"""Adapters: merged by a build, or beside the weights, where each row has its own."""
 
 import itertools
 import json
@@ -16,9 +16,20 @@ from tests.manifests import write_manifest
 from tests.parity.adapter_cases import CASES, REFERENCE, write_adapter
 from tests.signers import key_table, signer, write_policy
 
+import prejit.compiler
+from prejit.compiler.progress import Quiet
+from prejit.compiler.rebuilding.build_record import read_recorded
+from prejit.compiler.rebuilding.rebuilt import rebuild
 from prejit.compiler.signing.adapter_signing import sign_adapter
 from prejit.runtime import load
-from prejit.runtime.errors import CheckpointError, UntrustedError, UntrustedWarning, UsageError
+from prejit.runtime.errors import (
+    BuildError,
+    CheckpointError,
+    ManifestError,
+    UntrustedError,
+    UntrustedWarning,
+    UsageError,
+)
 from prejit.server import Engine
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import CanaryShare, Models, Served
@@ -433,3 +444,33 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
     assert admin.post("/swap", json={"bundle": str(other)}, timeout=60).status_code == 200
     assert text("m:a0") == answers_of(other)["m:a0"]
     assert server.end() == 0
+
+
+ATTENTION = "base_model.model.transformer.h.0.attn.c_attn"
+ATTENTION_SHAPES = {f"{ATTENTION}.lora_A.weight": (2, 24), f"{ATTENTION}.lora_B.weight": (72, 2)}
+MERGED = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"]}
+
+
+@pytest.mark.thorough
+def test_other_adapters_are_other_weights_in_the_same_programs(build_cache, tmp_path):
+    write_random("gpt2", tmp_path / "gpt2")
+    adapted = 'adapters = ["sql"]\ndtype = "int8"'
+    sizes = {"prompt": (8,), "context": (24,)}
+    manifest = write_manifest(tmp_path / "m.toml", "gpt2", model=adapted, **sizes)
+    options = {"cache": build_cache, "measure": False, "quiet": True}
+    with pytest.raises(ManifestError, match=r"model\.adapters\[0\]: expected a directory"):
+        prejit.compiler.plan(manifest, cache=build_cache)
+    write_adapter(tmp_path / "sql", MERGED, ATTENTION_SHAPES, 1)
+    first = prejit.compiler.build(manifest, tmp_path / "first", **options)
+    recorded = read_recorded(first.path)
+    sources = {(each.base, each.name) for each in recorded.sources}
+    assert {
+        *(("manifest", "sql/adapter_config.json"), ("manifest", "sql/adapter_model.safetensors")),
+        ("model", "model.safetensors"),
+    } <= sources
+    file = tmp_path / "sql" / "adapter_model.safetensors"
+    save_file({name: value * np.float32(2) for name, value in load_file(file).items()}, file)
+    with pytest.raises(BuildError, match=r"sql/adapter_model\.safetensors: expected sha256:"):
+        rebuild(first.path, manifest, progress=Quiet(), workers=1)
+    second = prejit.compiler.build(manifest, tmp_path / "second", **options)
+    assert (second.digest != first.digest, second.compiled) == (True, 0)
