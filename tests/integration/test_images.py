@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from tests.extent import cases
 from tests.format import second_reader
 from tests.manifests import encoder_manifest
 from tests.parity.image_cases import PICTURES, REFERENCE, image_cases
@@ -66,10 +67,7 @@ def least_cosine(found, expected):
     return ((found * expected).sum(1) / lengths).min()
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [("clip-0", 8), pytest.param("siglip-0", 13, marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize(("name", "length"), cases([("clip-0", 8)], others=[("siglip-0", 13)]))
 def test_images_and_texts_are_embedded_in_one_space(built, reference, name, length):
     model, bundle_path = built(name, "int8", f"images = [1, 4]\nshapes = [[2, {length}], [4, 13]]")
     files = [model / f"picture{number}.png" for number in range(len(PICTURES))]

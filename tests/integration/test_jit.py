@@ -208,14 +208,14 @@ def test_buckets_of_a_loaded_bundle_without_what_it_compiled_here(bundle_path):
         opened(jnp.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("x", "axis", "reason"),
-    [
-        (np.ones(9, "f"), "shape", r"x: expected float32\[8\], found float32\[9\]"),
-        (np.ones(8, "i"), "dtype", r"x: expected float32\[8\], found int32\[8\]"),
-        ([np.ones(8, "f")], "structure", r"x: expected an array, found "),
-    ],
+MISFITS = (
+    (np.ones(9, "f"), "shape", r"x: expected float32\[8\], found float32\[9\]"),
+    (np.ones(8, "i"), "dtype", r"x: expected float32\[8\], found int32\[8\]"),
+    ([np.ones(8, "f")], "structure", r"x: expected an array, found "),
 )
+
+
+@pytest.mark.parametrize(("x", "axis", "reason"), MISFITS)
 def test_what_does_not_fit_is_compiled_and_said_once(bundle_path, events, x, axis, reason):
     scored = jit(lambda x: score(jnp.asarray(x)), bundle=bundle_path, name="score")
     before = fallback_counts().get(axis, 0)
@@ -286,17 +286,18 @@ def test_state_with_random_keys_comes_back_as_the_applications_classes(bundle_pa
     again, _ = stepped(found_state, x)  # what it returns fits it
     assert events == []
     assert stepped.stats().compiled == ()
-    assert isinstance(found_state, State)
-    assert type(found_metrics) is Metrics
+    assert (type(found_state), type(found_metrics)) == (State, Metrics)
     same((found_state, found_metrics), (expected_state, expected_metrics))
     same(again, jax.jit(step)(expected_state, x)[0])
-    renamed = strict(step)
-    with pytest.raises(UsageError, match=r"state\['name'\]: expected 'sgd', found 'adam'"):
-        renamed(state.replace(name="adam"), x)
-    with pytest.raises(UsageError, match=r"state\['key'\]: expected a random key of threefry2x32"):
-        renamed(state.replace(key=jnp.zeros(2, "uint32")), x)
-    with pytest.raises(UsageError, match=r"expected a random key of threefry2x32, found .* rbg"):
-        renamed(state.replace(key=jax.random.key(0, impl="rbg")), x)
+    other_key = jax.random.key(0, impl="rbg")
+    of_key = r"state\['key'\]: expected a random key of threefry2x32"
+    for changed, reason in (
+        ({"name": "adam"}, r"state\['name'\]: expected 'sgd', found 'adam'"),
+        ({"key": jnp.zeros(2, "uint32")}, of_key),
+        ({"key": other_key}, f"{of_key}, found .* rbg"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            strict(step)(state.replace(**changed), x)
 
 
 def test_functions_in_constant_fields_are_part_of_the_signature(bundle_path, events, strict):
@@ -383,18 +384,18 @@ def test_donated_arguments_are_deleted(strict):
 
 
 def test_transformations_use_the_function_itself(strict):
-    scored, x = strict(score), jnp.arange(8.0)
-    rows = jnp.ones((2, 8))
-    same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
-    same(jax.vmap(scored)(rows), jax.vmap(jax.jit(score))(rows))
-    same(jax.jit(lambda: scored(x))(), jax.jit(lambda: score(x))())
-    same(
-        jax.lax.scan(lambda c, _: (scored(c), c), x, length=3),
-        jax.lax.scan(lambda c, _: (score(c), c), x, length=3),
+    scored, x, rows = strict(score), jnp.arange(8.0), jnp.ones((2, 8))
+    transformed = (
+        lambda f: jax.grad(lambda x: f(x).sum())(x),
+        lambda f: jax.vmap(f)(rows),
+        lambda f: jax.jit(lambda: f(x))(),
+        lambda f: jax.lax.scan(lambda c, _: (f(c), c), x, length=3),
     )
+    for each in transformed:
+        same(each(scored), each(jax.jit(score)))
     assert scored.stats() == type(scored.stats())((), (), ())
     scored(x)  # the bundle's, after all of them
-    same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
+    same(transformed[0](scored), transformed[0](score))
     assert scored.stats().loaded == ("score",)
     with jax.disable_jit():
         same(scored(x), score(x))

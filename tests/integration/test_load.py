@@ -1,14 +1,12 @@
-"""`prejit load` against real servers: each API, a log, a bundle that it serves, limits that are missed."""
+"""`prejit load` against real servers: each API, and limits that are missed."""
 
 import json
 import sys
 
-import httpx
 import pytest
 from tests.extent import one_in
 from tests.integration.test_serve import Process
 from tests.processes import ran
-from tests.waiting import wait_for
 
 WINDOW = ("--rate", "20", "--seconds", "1", "--json")
 
@@ -21,32 +19,27 @@ def load(*arguments, status=0):
 
 
 @pytest.fixture(scope="module")
-def server(lettered_dir, encoder_dir, tmp_path_factory):
-    """A server of a decoder and an encoder, and its log."""
-    log = tmp_path_factory.mktemp("load") / "log.jsonl"
+def server(lettered_dir, encoder_dir):
+    """A server of a decoder and an encoder."""
     named = (f"letters={lettered_dir}", f"vectors={encoder_dir}")
-    process = Process(*named, "--log", log).wait_until_ready()
-    yield process, log
+    process = Process(*named).wait_until_ready()
+    yield process
     process.kill()
 
 
-@pytest.mark.parametrize(
-    ("api", "model", "has_tokens"),
-    one_in(
-        3,
-        [
-            ("chat", "letters", True),
-            ("completions", "letters", True),
-            ("embeddings", "vectors", False),
-        ],
-    ),
-)
+APIS = [
+    ("chat", "letters", True),
+    ("completions", "letters", True),
+    ("embeddings", "vectors", False),
+]
+
+
+@pytest.mark.parametrize(("api", "model", "has_tokens"), one_in(3, APIS))
 def test_each_api_is_measured(server, api, model, has_tokens):
     lengths = ("--prompt-tokens", "2..4", "--new-tokens", "6", "--prefix-tokens", "3")
-    url = server[0].url
-    found = load(
-        url.replace("//", "//me:secret@"), *WINDOW, "--api", api, "--model", model, *lengths
-    )
+    url = server.url
+    with_login = url.replace("//", "//me:secret@")
+    found = load(with_login, *WINDOW, "--api", api, "--model", model, *lengths)
     assert found["server"] == url
     [rate] = found["rates"]
     assert (rate["requests"], rate["failed"], rate["failures"]) == (20, 0, {})
@@ -58,36 +51,9 @@ def test_each_api_is_measured(server, api, model, has_tokens):
         assert 5 <= rate["prompt_tokens"] <= 40
 
 
-def test_a_log_is_sent_again_at_its_times(server):
-    process, log = server
-    prompts = {"first": "ab", "second": "abc abc"}
-    with httpx.Client(timeout=60) as client:
-        for name, prompt in prompts.items():
-            body = {"model": "letters", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
-            headers = {"X-Request-Id": name}
-            done = client.post(f"{process.url}/v1/completions", json=body, headers=headers)
-            assert done.status_code == 200
-    logged = []
-
-    def are_logged():  # a line is written after its answer was sent
-        lines = [json.loads(each) for each in log.read_text().splitlines()]
-        logged[:] = [each for each in lines if each.get("id") in prompts]
-        return len(logged) == 2
-
-    wait_for(are_logged)
-    part = log.with_name("part.jsonl")
-    times = (100.0, 100.5)
-    moved = [{**each, "time": at, "seconds": 0} for each, at in zip(logged, times, strict=True)]
-    part.write_text("".join(json.dumps(each) + "\n" for each in moved))
-    found = load(process.url, "--log", part, "--rate", "log", "--seconds", "2", "--json")
-    [rate] = found["rates"]
-    assert (rate["rate"], rate["requests"], rate["failed"]) == (2.0, 4, 0)
-    assert rate["new_tokens"] == 3
-
-
 @pytest.mark.thorough
 def test_what_cannot_be_measured_is_said(server, tmp_path):
-    url = server[0].url
+    url = server.url
     missed = load(url, *WINDOW, "--model", "letters", "--p95-ms", "0.001", status=9)
     assert "expected 95% of the requests within E2E <= 0.001 ms" in missed
     assert "did you mean 'letters'?" in load(url, *WINDOW, "--model", "lettesr", status=2)

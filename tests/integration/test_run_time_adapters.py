@@ -404,8 +404,9 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
         bundle.adapters.load("a0", own)
         known = bundle.generate([5], adapter="a0", **OPTIONS)
     body = {"prompt": [5, *known.token_ids], "echo": True, "logprobs": 1, "max_tokens": 0}
-    echoed = httpx.post(f"{server.url}/v1/completions", json=body | {"model": "m:a0"}, timeout=60)
-    found = echoed.json()["choices"][0]["logprobs"]["token_logprobs"]
+    url = f"{server.url}/v1/completions"
+    echoed = httpx.post(url, json=body | {"model": "m:a0"}, timeout=60).json()
+    found = echoed["choices"][0]["logprobs"]["token_logprobs"]
     assert found[1:] == pytest.approx([each.logprob for each in known.logprobs], abs=1e-5)
     assert ask("m:a1").status_code == 404
     for place in ("", "/" + "a" * 5000):
