@@ -5,7 +5,6 @@ import signal
 from contextlib import contextmanager
 
 import httpx
-import numpy as np
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -14,7 +13,6 @@ from tests.http_serving import QuietHandler, serving
 from tests.unit.server.running import running, wait_for
 
 from prejit.runtime import load
-from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
@@ -124,16 +122,6 @@ def test_requests_to_an_encoder_are_observed(encoder):
     assert (figures["finished"], figures["failed"], figures["running"]) == (4, 0, 0)
     (calls,) = figures["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("encode", 4, 9 / 4)
-
-
-def test_an_embedding_that_is_no_number_is_seen(encoder, monkeypatch):
-    run = EncoderPrograms._run
-    monkeypatch.setattr(
-        EncoderPrograms, "_run", lambda *given: [np.nan * each for each in run(*given)]
-    )
-    assert encoder.statuses("/v1/embeddings", {"input": "a"}) == [500]
-    assert encoder.value("prejit_requests_total", kind="encode", reason="nan") == 1
-    assert encoder.figures()["failed"] == 1
 
 
 @dataclasses.dataclass

@@ -158,45 +158,6 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
     check_replay_and_gate(bundle_dir, other, log, capsys)
 
 
-def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
-    serve, bundle_dir, make_recipe, tmp_path
-):
-    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
-    path = tmp_path / "admin"
-    server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "0%")
-    server.wait_until_ready()
-    with over(path) as admin:
-
-        def state():
-            found = admin.get("/canary").json()["canaries"]
-            return found[0] if found else {"stage": ""}
-
-        wait_for(lambda: state()["stage"] in ("sharing", "rolled back"))
-        expected = infer(server).json()["outputs"]
-
-        def has_ended():
-            assert infer(server).json()["outputs"] == expected
-            return state()["stage"] != "sharing"
-
-        wait_for(has_ended)
-        ended = state()
-        assert (ended["stage"], ended["model"]) == ("rolled back", "example")
-        assert "expected other values" in ended["why"]
-        wrong = [
-            ({"bundle": str(other), "model": "x"}, 404, "expected one of the served models"),
-            ({}, 400, "expected the release to try, found none"),
-            ({"bundle": str(other), "share": "150%"}, 409, "share: expected"),
-            ({"action": "abort"}, 409, "expected one of 'example' that runs, found none"),
-            ({"action": "stop"}, 400, "action"),
-        ]
-        for body, status, text in wrong:
-            answer = admin.post("/canary", json=body)
-            assert (answer.status_code, text in answer.text) == (status, True), answer.text
-    assert f"example: canary {other} rolled back: tokens: " in server.said
-    assert server.end() == 0
-    assert "Traceback" not in server.said
-
-
 def check_drain(server, admin, client):
     assert admin.post("/drain").json() == {"state": "draining", "idle": True}
     assert client.get(f"{server.url}/health/live").json() == {"state": "draining"}
@@ -212,6 +173,15 @@ def check_drain(server, admin, client):
     assert wrong.status_code == 405
     assert wrong.json()["error"]["message"] == "/drain: expected POST, found GET"
     assert admin.get("/metrics").status_code == 404
+    for body, status, text in (
+        ({"bundle": "b", "model": "x"}, 404, "expected one of the served models"),
+        ({}, 400, "expected the release to try, found none"),
+        ({"bundle": "b", "share": "150%"}, 409, "share: expected"),
+        ({"action": "abort"}, 409, "expected one of 'example' that runs, found none"),
+        ({"action": "stop"}, 400, "action"),
+    ):
+        refused = admin.post("/canary", json=body)
+        assert (refused.status_code, text in refused.text) == (status, True), refused.text
     for path in ("/profile", "/drain"):
         wrong = client.post(f"{server.url}{path}")  # it is not the users'
         assert wrong.status_code == 404
