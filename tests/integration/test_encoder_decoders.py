@@ -66,9 +66,8 @@ def test_a_bundle_writes_what_torch_wrote(case, request):
         found = [bundle.generate(prompt, source=source, **options) for prompt, source in given]
         assert [list(result.token_ids) for result in found] == wanted
     prompts, sources = zip(*given, strict=True)
-    together = bundle.generate_batch(
-        [*prompts, prompts[0]], sources=[*sources, sources[1]], **limit
-    )
+    three = [*prompts, prompts[0]], [*sources, sources[1]]
+    together = bundle.generate_batch(three[0], sources=three[1], **limit)
     assert [list(result.token_ids) for result in together[:2]] == wanted
     session = bundle.session()
     for prompt, source in (*given, given[0]):
@@ -81,7 +80,6 @@ def test_a_bundle_writes_what_torch_wrote(case, request):
 
 @pytest.mark.thorough
 def test_an_engine_reads_the_sources_of_many_callers(translator):
-    """More than it has slots for: they join and leave beside each other."""
     engine = Engine(translator)
     futures = [
         engine.submit(prompt, source=source, max_new_tokens=5 + place)
@@ -92,10 +90,7 @@ def test_an_engine_reads_the_sources_of_many_callers(translator):
     with pytest.raises(UsageError, match="source: expected what the model is to read, found none"):
         engine.submit([1])
     engine.close()
-
-
-@pytest.mark.thorough
-def test_a_text_begins_by_itself_and_a_source_may_be_short(translator):
+    # A text begins by itself, and a source may be short.
     options = {"source": requests(T5)[0][1][:5], "max_new_tokens": 6}
     began = translator.generate(**options)
     started = translator.generate([T5.config["decoder_start_token_id"]], **options)
@@ -127,10 +122,8 @@ def test_a_wrong_source_is_told(translator, transcriber):
 def test_the_command_line_reads_a_spectrogram(transcriber_dir, tmp_path, run):
     prompt, source = requests(WHISPER)[0]
     np.save(tmp_path / "sound.npy", source)
-    said = run(
-        *("generate", transcriber_dir, "--prompt-ids", ",".join(map(str, prompt))),
-        *("--source", tmp_path / "sound.npy", "--max-new-tokens", "5", "--json"),
-    )
+    words = ("--prompt-ids", ",".join(map(str, prompt)), "--source", tmp_path / "sound.npy")
+    said = run("generate", transcriber_dir, *words, "--max-new-tokens", "5", "--json")
     assert json.loads(said.stdout)["token_ids"] == recorded(WHISPER)[0][:5]
     assert "encode/b2" in said.stdout
 
