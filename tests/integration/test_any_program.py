@@ -230,14 +230,21 @@ def test_a_saved_state_goes_on_where_it_was(name, bundle, users_code, tmp_path):
     other = bundle.bind("train", state=users_code.first_state())
     other.restore(tmp_path / name)
     assert other(x=X[1], y=Y[1], mode="linear") == after
-    position = np.ones(3, np.float32)
-    moved = bundle.call("walk", position, np.full(3, 2, np.float32))
-    assert (moved["position"].tolist(), position.tolist()) == ([3] * 3, [1] * 3)  # it is donated
     smaller = bundle.bind("named_walk", position=np.zeros(3, np.float32))
     with pytest.raises(Exception, match="of this program, found no 'position'") as caught:
         smaller.restore(tmp_path / name)
     assert type(caught.value).__name__ == "StoreError"
     assert smaller.read() == {"position": pytest.approx(np.zeros(3))}
+
+
+def test_a_call_leaves_donated_arguments_as_they_were(bundle):
+    position, velocity = np.ones(3, np.float32), np.full(3, 2, np.float32)
+    moved = bundle.call("walk", position, velocity)
+    assert (moved["position"].tolist(), position.tolist()) == ([3] * 3, [1] * 3)
+    step = bundle.bind("named_walk", position=position, velocity=velocity)
+    assert [step() for _ in range(3)] == [None] * 3
+    state = {key: value.tolist() for key, value in step.read().items()}
+    assert state == {"position": [4.5] * 3, "velocity": [0.25] * 3}
 
 
 def test_modules_bring_their_parameters(bundle, users_code):
