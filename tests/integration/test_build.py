@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from tests import own_decoders
-from tests.decoders import build as build_decoder
 from tests.decoders import write_random
 from tests.manifests import functions_manifest, write_manifest
 from tests.processes import ran
@@ -114,64 +113,24 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(run, 
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.thorough
-def test_damaged_programs_of_a_model_are_lowered_again_by_the_same_build(
-    warm, fresh_cache, tmp_path
-):
-    """They are damaged in the cache, and what was made of them is not there: all is needed again."""
-    model = write_random("gpt2", tmp_path / "gpt2")
-    sizes = {"batch": (1,), "prompt": (8,), "context": (20,)}
-    bundle = build_decoder(warm, model, tmp_path, fresh_cache, **sizes)
-    digest = load(bundle).digest
-    store, actions = DirectoryStore.open(fresh_cache), fresh_cache / "v1" / "actions"
-    damaged = set[str]()
-    for action in (actions / "lower").glob("*.json"):
-        for each in json.loads(action.read_bytes().partition(b"\n")[2])["blobs"]:
-            path = store.blob_path(each)
-            if each not in damaged:
-                flip(path)
-            damaged.add(each)
-    for kind in ("compile", "pack"):
-        shutil.rmtree(actions / kind)
-    shutil.rmtree(bundle)
-    command = ("build", tmp_path / "decoder.toml", "-o", tmp_path, "--cache", fresh_cache)
-    done = warm.prejit(*command, quick=True)
-    assert done.returncode == 0, done.stderr
-    programs = load(bundle).config.programs
-    again = "was damaged or deleted in the build cache and is lowered again"
-    told = [line for line in done.stderr.splitlines() if again in line]
-    assert len(told) == len(programs)
-    assert load(bundle).digest == digest
-    for each in damaged:
-        assert store.read_blob(each) is not None
-
-
-def test_a_second_machine_compiles_nothing_and_builds_the_same(warm, tmp_path):
+def test_a_second_machine_compiles_nothing_and_damaged_programs_are_lowered_again(warm, tmp_path):
     model = write_random("gpt2", tmp_path / "model")
     manifest = write_manifest(tmp_path / "m.toml", model, prompt=(4,), context=(24,))
     store = tmp_path / "store"
-    without_compiler = {"PATH": "/nonexistent"}  # kernels would take 15 s
 
-    def options(machine):
-        return ("--cache", tmp_path / machine / "cache", "--store", store, "--json")
+    def ran_on(machine, *words, shared=True):
+        at = ("--cache", tmp_path / machine / "cache", *(("--store", store) if shared else ()))
+        without_compiler = {"PATH": "/nonexistent"}  # kernels would take 15 s
+        return warm.prejit(*words, manifest, *at, "--json", env=without_compiler, quick=True)
 
-    def built(machine):
-        output = ("-o", tmp_path / machine / "artifacts")
-        done = warm.prejit(
-            "build", manifest, *output, *options(machine), env=without_compiler, quick=True
-        )
+    def built(machine, **options):
+        done = ran_on(machine, "build", "-o", tmp_path / machine, **options)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)[0], done.stderr
 
     def planned(machine):
-        done = warm.prejit("plan", manifest, *options(machine), env=without_compiler, quick=True)
-        return {(each["state"], each["where"]) for each in json.loads(done.stdout)["programs"]}
+        rows = json.loads(ran_on(machine, "plan").stdout)["programs"]
+        return {(each["state"], each["where"]) for each in rows}
 
     first, _ = built("first")
     assert first["compiled"] > 0
@@ -180,6 +139,24 @@ def test_a_second_machine_compiles_nothing_and_builds_the_same(warm, tmp_path):
     assert (second["compiled"], second["digest"]) == (0, first["digest"])
     assert "results read" in told
     assert planned("second") == {("cached", "local")}, "what it took is now on this machine"
+
+    # Programs are damaged in the first one's cache, and what was made of them is not there.
+    cache, bundle = tmp_path / "first" / "cache", tmp_path / "first" / "model"
+    actions, damaged = cache / "v1" / "actions", set()
+    for action in (actions / "lower").glob("*.json"):
+        damaged |= {*json.loads(action.read_bytes().partition(b"\n")[2])["blobs"]}
+    own = DirectoryStore.open(cache)
+    for each in damaged:
+        content = bytearray(own.blob_path(each).read_bytes())
+        content[len(content) // 2] ^= 1
+        own.blob_path(each).write_bytes(content)
+    for each in (actions / "compile", actions / "pack", bundle):
+        shutil.rmtree(each)
+    third, told = built("first", shared=False)
+    again = "was damaged or deleted in the build cache and is lowered again"
+    assert told.count(again) == len(load(bundle).config.programs)
+    assert third["digest"] == first["digest"]
+    assert all(own.read_blob(each) is not None for each in damaged)
 
 
 FUNCTIONS = {
@@ -197,7 +174,7 @@ print(json.dumps({"status": status, "heavy": sorted(heavy)}))
 """
 
 
-def noop(python, run, build_cache, directory, manifest):
+def noop(python, build_cache, directory, manifest):
     arguments = ("build", directory / manifest, "-o", directory / "out", "--json", "--no-measure")
     done = python(NOOP, *arguments, PREJIT_CACHE=str(build_cache))
     *built, imported = done.stdout.splitlines()
@@ -216,7 +193,7 @@ def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     (tmp_path / "two.py").write_text("def h(x):\n    return x * 17\n")
     arguments = ("build", tmp_path / "functions.toml", "-o", tmp_path / "out", "--json")
     run(*arguments, quick=False)
-    found = noop(python, run, build_cache, tmp_path, "functions.toml")
+    found = noop(python, build_cache, tmp_path, "functions.toml")
     assert (found["compiled"], found["cached"], found["written"]) == (0, 4, False)
     (tmp_path / "one.py").write_text(one.replace("13", "14"))
     [changed] = json.loads(run(*arguments, quick=False).stdout)
@@ -231,7 +208,7 @@ def test_a_decoder_of_the_user_is_not_imported_again(run, python, build_cache, t
     write_manifest(tmp_path / "own.toml", model=module, **more)
     options = ("-o", tmp_path / "out", "--no-measure")
     run("build", tmp_path / "own.toml", *options, quick=False)
-    found = noop(python, run, build_cache, tmp_path, "own.toml")
+    found = noop(python, build_cache, tmp_path, "own.toml")
     assert (found["compiled"], found["written"]) == (0, False)
     run("plan", tmp_path / "own.toml")  # all is cached: its exit status is 0
     with (tmp_path / "own_decoders.py").open("a") as file:
