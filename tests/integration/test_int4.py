@@ -26,6 +26,27 @@ her hands.
 
 Tom kicked the ball again. It went up, up, up, and it got stuck in a tall tree. Tom was sad. He did
 not know what to do. He wanted to cry. "My ball is in the tree," he said. "I can not get it."
+
+Then a little bird came. The bird saw that Tom was sad. "Why are you sad?" asked the bird. "My ball
+is stuck in the tree," said Tom. "I can help you," said the bird. The bird flew up to the top of the
+tree and pushed the ball. The ball fell down, and Tom was very happy. "Thank you, little bird!" he
+said.
+
+The next day, Tom came back to the park. He had some bread in his hand. He gave the bread to the
+bird. "This is for you," he said. "You are my friend." The bird ate the bread and sang a pretty
+song. From that day on, Tom and the bird played together every day. They learned that it is good to
+help each other.
+
+Lily and her brother Max lived in a small house near the forest. One morning, Lily found a shiny box
+under her bed. She wanted to open it, but the box was locked. "Max, can you help me open the box?"
+she asked. Max looked at the box. He tried to pull it and push it, but it did not open. "We need a
+key," he said.
+
+They looked for the key in the kitchen. They looked for the key in the garden. At last, Lily saw
+something shiny near a flower. It was the key! She was so excited. She ran to the box and put the
+key in it. The box opened, and inside there was a soft blue scarf and a note. The note said, "I love
+you. Grandma." Lily hugged the scarf. She was warm and happy. Max was happy too. They went to visit
+Grandma and gave her a big hug.
 """
 
 
@@ -76,7 +97,7 @@ def test_python_is_no_more_than_one_percent_less_likely(run, tmp_path, dtype, ca
 @pytest.fixture(scope="module")
 def built(run, stories, tmp_path_factory):
     at = tmp_path_factory.mktemp("int4")
-    (at / "held.txt").write_text(16 * STORY, encoding="utf-8")  # the last 2,048 tokens only measure
+    (at / "held.txt").write_text(4 * STORY, encoding="utf-8")  # the last 2,048 tokens only measure
     sizes = {"batch": (1, 4), "prompt": (32,), "context": (128,)}
     lines = 'dtype = "int4"\nevaluation = "held.txt"'
     manifest = write_manifest(at / "four.toml", stories[0], name="four", model=lines, **sizes)

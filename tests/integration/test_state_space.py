@@ -102,7 +102,7 @@ def test_one_context_is_enough_for_a_cache_without_positions(tmp_path):
     with pytest.raises(ManifestError) as caught:
         prejit.compiler.build(manifest, tmp_path, cache=tmp_path / "cache", quiet=True)
     assert (
-        "generate.context: expected one size, because the cache of StateSpaceModel has no positions "
+        "generate.context: expected one size, because the cache of model:model has no positions "
         "and is as large for any; found [64, 4096]"
     ) in str(caught.value)
     assert caught.value.hint == "give the longest text that you want to allow: context = [4096]"
