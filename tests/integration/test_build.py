@@ -195,7 +195,8 @@ def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     run(*arguments, quick=False)
     found = noop(python, build_cache, tmp_path, "functions.toml")
     assert (found["compiled"], found["cached"], found["written"]) == (0, 4, False)
-    (tmp_path / "one.py").write_text(one.replace("13", "14"))
+    new = str(1000 + os.getpid())  # no cache of an earlier run has it
+    (tmp_path / "one.py").write_text(one.replace("13", new))
     [changed] = json.loads(run(*arguments, quick=False).stdout)
     assert (changed["compiled"], changed["cached"]) == (1, 3)
 
