@@ -35,9 +35,10 @@ LONGEST = (
     *("test_mesh.py", "test_draft_model.py", "test_kernel_linear.py", "test_snippets.py"),
     *("test_any_program.py", "test_sibling_parity.py", "test_trace_keeping.py", "test_parity.py"),
     *("test_prefill.py", "test_encode.py", "test_own_decoder.py", "test_run_time_adapters.py"),
-    *("test_golden.py", "test_sampling_programs.py", "test_pool.py", "test_user_code.py"),
-    *("test_openai_api.py", "test_jit.py", "test_executable.py", "test_images.py"),
-    *("test_untraced.py", "test_serve.py", "test_kinds_of_programs.py", "test_manifest.py"),
+    *("test_golden.py", "test_sampling_programs.py", "test_pool.py", "test_build.py"),
+    *("test_user_code.py", "test_openai_api.py", "test_jit.py", "test_executable.py"),
+    *("test_images.py", "test_untraced.py", "test_serve.py", "test_kinds_of_programs.py"),
+    "test_manifest.py",
 )
 """The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
 

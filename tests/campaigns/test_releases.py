@@ -80,7 +80,7 @@ def judged(build, release, at):
         return run_gate(str(old), str(new), options, lambda _: None)
 
 
-@pytest.mark.thorough  # unit/server/releases has each check, test_release_pipeline.py a gate that stops one
+@pytest.mark.thorough  # unit/server/releases has each check, test_deploy.py a gate that stops one
 def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build, tmp_path):
     before, began = machine_facts(), time.monotonic()
     rows, wrong = [], []

@@ -86,7 +86,7 @@ def test_pages_by_hand_have_at_most_45000_words(generate):
     """Pages and lists that are generated from the code count apart, and nobody reads comments."""
     reference = DOCS / "reference"
     generated = {page for page in generate.reference_pages() if page.parent == reference}
-    generated.add(reference / "jax-coverage.md")  # tests/integration/jax_functions.py writes it
+    generated.add(reference / "jax-coverage.md")  # its tables: jax_functions.py
     hidden = re.compile(r"<!-- rules: .*?<!-- end of rules -->|<!--.*?-->", re.DOTALL)
     by_hand = [page for page in PAGES if page.is_relative_to(DOCS) and page not in generated]
     assert sum(len(hidden.sub("", page.read_text()).split()) for page in by_hand) <= 45_000

@@ -21,15 +21,9 @@ SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
 
 @pytest.fixture(scope="session")
 def run(build_cache, warm, tmp_path_factory):
-    """Runs `prejit ARGUMENTS` in a process of its own with the caches of the tests.
-
-    A build's process is forked from a warm one, all others are new. A `quick` build is one of
-    quick_compiling.py.
-    """
-    base = {
-        "PREJIT_CACHE": str(build_cache),
-        "PREJIT_RUNTIME_CACHE": str(tmp_path_factory.mktemp("caches") / "runtime"),
-    }
+    """Runs `prejit ARGUMENTS` in a new process, builds in one of warm.py; `quick` as there."""
+    runtime_cache = tmp_path_factory.mktemp("caches") / "runtime"
+    base = {"PREJIT_CACHE": str(build_cache), "PREJIT_RUNTIME_CACHE": str(runtime_cache)}
 
     def run(*arguments, status=0, quick=False, **env):
         if arguments[0] not in ("build", "plan"):
@@ -160,9 +154,8 @@ def stories_dir(run, stories, once):
         shutil.copytree(stories[0], source)
         source.chmod(0o755)
         (source / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-        manifest = write_manifest(
-            directory / "m.toml", source, name="stories", batch=(4,), prompt=(32,), context=(320,)
-        )
+        sizes = {"batch": (4,), "prompt": (32,), "context": (320,)}
+        manifest = write_manifest(directory / "m.toml", source, name="stories", **sizes)
         run("build", manifest, "-o", directory, quick=True)
 
     return once("stories", make) / "stories"

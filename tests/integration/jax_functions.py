@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What of JAX is tried in bundles: a table of expressions, by family.
+"""What of JAX is tried in bundles: a table of expressions, by family. Run, it prints the tables of the page.
 
 Each entry of a family is `name: expression` over the arrays of `INPUTS`; or `names (arguments)` for functions
 that are called alike. ` | ` stands between entries of a line.
@@ -370,66 +370,20 @@ a dict whose keys are neither texts nor integers | {(0, 1): x} | expected dicts 
 """What no bundle for a CPU can hold: the expression, what the build says, and what to do."""
 
 
-def page():
-    """docs/reference/jax-coverage.md."""
-    rows = "\n".join(f"| {name} | {len(functions)} |" for name, functions in FAMILIES.items())
-    some = "\n".join(
-        f"| `{name}` | {', '.join(platforms)} |" for name, (_, platforms) in SOME_PLATFORMS.items()
-    )
-    refused = "\n".join(
+def tables():
+    """The tables of docs/reference/jax-coverage.md."""
+    counts = {name: len(functions) for name, functions in FAMILIES.items()}
+    counts["all"] = sum(counts.values())
+    rows = [f"| {name} | {count} |" for name, count in counts.items()]
+    some = [f"| `{name}` | {', '.join(on)} |" for name, (_, on) in SOME_PLATFORMS.items()]
+    refused = [
         f"| {name if ' ' in name else f'`{name}`'} | {instead} |"
         for name, (_, _, instead) in REFUSED.items()
-    )
-    count = sum(map(len, FAMILIES.values()))
-    return f"""# What of JAX works in a bundle
-
-A `[[program]]` of a manifest may be any function that `jax.jit` takes, with the exceptions below. This page is
-written from the table in `tests/integration/jax_functions.py`, which names them all, and
-`tests/integration/test_jax_coverage.py` tries it: each function is lowered for CPUs, NVIDIA GPUs and TPUs at once,
-compiled for this CPU, stored, loaded, run, and compared with plain JAX. Nothing here was run on a GPU or a TPU.
-
-## What works
-
-| family | functions tried |
-| --- | --- |
-{rows}
-| all | {count} |
-
-Arguments and results may have each dtype that a manifest takes: `bool`, integers and unsigned integers of 2 to 64
-bits, `float4_e2m1fn`, all of `float8`, `bfloat16`, `float16`, `float32`, `float64`, `complex64`, `complex128` (64-bit
-ones with `JAX_ENABLE_X64=1` in the environment of the build). `int1`, `uint1` and `float6` are refused.
-
-Results come back nested as the function returns them: dicts, lists, tuples, None, and empty ones. A named tuple or a
-dataclass (also of `flax.struct` and equinox) is of its own class if `load(..., types=[...])` names it, else of a class with
-the same name and fields, so a server needs no code of yours. A type whose parts have no names comes back as a tuple. A
-random key (`jax.random.key`) is a key if the caller uses jax, else its data.
-
-## On several devices
-
-With a [`[mesh]`](../how-to/mesh.md), arguments, parameters and results may be split, and `jax.shard_map` may use collectives such as
-`lax.psum` over the axes `data` and `tensor`. `tests/integration/test_any_program.py` tries it on four CPU devices.
-
-## What works on some platforms
-
-JAX lowers these for some platforms only. They build where all targets of the manifest are among them, and the
-program then has no fallback on other platforms.
-
-| function | platforms |
-| --- | --- |
-{some}
-
-A Pallas function builds for the platforms that have its kernels. With `interpret=True` it builds for all.
-`jax.lax.platform_dependent` gives each platform a form of its own.
-
-## What does not work
-
-The build refuses these, and names the function and the line.
-
-| what | instead |
-| --- | --- |
-{refused}
-"""
+    ]
+    heads = ("| family | functions tried |", "| function | platforms |", "| what | instead |")
+    found = zip(heads, (rows, some, refused), strict=True)
+    return ["\n".join((head, "| --- | --- |", *lines, "")) for head, lines in found]
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print("\n".join(tables()), end="")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.manifests import functions_manifest
 
 from prejit.runtime import UsageError, load
@@ -210,15 +211,13 @@ def test_many_steps_on_the_device_have_the_bits_of_jit(bundle, users_code):
 
 def test_steps_may_follow_each_other_without_waiting(bundle, users_code):
     one, other = (bundle.bind("train", state=users_code.first_state(), mode="tanh") for _ in "ab")
-    batch = X[0].copy()
-    pending = []
-    for number in range(9):
-        batch[...] = X[number]
-        pending.append(one.call_async(x=batch, y=Y[number]))
+    batch, pending = X[0].copy(), []
+    for x, y in zip(X, Y, strict=True):
+        batch[...] = x
+        pending.append(one.call_async(x=batch, y=y))
         batch[...] = np.nan  # the call has its own copy
-    assert [each.result() for each in pending] == [
-        other(x=x, y=y) for x, y in zip(X, Y, strict=True)
-    ]
+    expected = [other(x=x, y=y) for x, y in zip(X, Y, strict=True)]
+    assert [each.result() for each in pending] == expected
     assert all(each.done() for each in pending)
 
 
@@ -239,11 +238,10 @@ def test_a_saved_state_goes_on_where_it_was(name, bundle, users_code, tmp_path):
 
 
 def test_a_call_leaves_donated_arguments_as_they_were(bundle):
-    position = np.ones(3, np.float32)
-    moved = bundle.call("walk", position, np.full(3, 2, np.float32))
-    assert moved["position"].tolist() == [3, 3, 3]
-    assert position.tolist() == [1, 1, 1]
-    step = bundle.bind("named_walk", position=position, velocity=np.full(3, 2, np.float32))
+    position, velocity = np.ones(3, np.float32), np.full(3, 2, np.float32)
+    moved = bundle.call("walk", position, velocity)
+    assert (moved["position"].tolist(), position.tolist()) == ([3] * 3, [1] * 3)
+    step = bundle.bind("named_walk", position=position, velocity=velocity)
     assert [step() for _ in range(3)] == [None] * 3
     state = {key: value.tolist() for key, value in step.read().items()}
     assert state == {"position": [4.5] * 3, "velocity": [0.25] * 3}
@@ -273,14 +271,23 @@ def test_programs_that_were_exported_elsewhere_run(bundle):
     assert rows.tolist() == [6, 6]
 
 
-@pytest.mark.parametrize(("size", "bucket", "padding"), [(1, 2, 0.5), (3, 8, 0.625), (8, 8, 0)])
-def test_fewer_rows_are_padded_and_cut(size, bucket, padding, bundle):
-    x = RANDOM.standard_normal((size, 3), np.float32)
-    pending = bundle.call_async("rows", x=x)
-    assert (pending.program, pending.padding) == (f"rows/batch{bucket}", padding)
-    found = pending.result()
-    np.testing.assert_array_equal(found["double"], x * 2)
-    np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
+def test_fewer_rows_are_padded_and_cut_and_a_mask_says_what_is_padding(bundle):
+    import jax
+
+    for size, bucket, padding in ((1, 2, 0.5), (3, 8, 0.625), (8, 8, 0)):
+        x = RANDOM.standard_normal((size, 3), np.float32)
+        pending = bundle.call_async("rows", x=x)
+        assert (pending.program, pending.padding) == (f"rows/batch{bucket}", padding)
+        found = pending.result()
+        np.testing.assert_array_equal(found["double"], x * 2)
+        np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
+    for shape in ((1, 3), (3, 5), (4, 8)):
+        tokens = RANDOM.standard_normal(shape, np.float32)
+        assert bundle.call("mean", tokens) == pytest.approx(tokens.mean(), rel=1e-5, abs=1e-6)
+        valid = np.arange(tokens.size).reshape(shape) % 2 == 0
+        expected = pytest.approx(tokens[valid].mean(), rel=1e-5, abs=1e-6)
+        assert bundle.call("mean", tokens, valid) == expected
+    assert isinstance(bundle.call("mean", jax.numpy.asarray(tokens)), jax.Array)
 
 
 def test_a_pipeline_keeps_its_arrays_on_the_device(bundle, users_code):
@@ -303,18 +310,6 @@ def test_a_pipeline_keeps_its_arrays_on_the_device(bundle, users_code):
     np.testing.assert_array_equal(np.asarray(encoded), np.outer(text, text))
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (3, 5), (4, 8)])
-def test_a_mask_says_what_is_padding(shape, bundle):
-    import jax
-
-    tokens = RANDOM.standard_normal(shape, np.float32)
-    assert bundle.call("mean", tokens) == pytest.approx(tokens.mean(), rel=1e-5, abs=1e-6)
-    valid = np.arange(tokens.size).reshape(shape) % 2 == 0
-    expected = pytest.approx(tokens[valid].mean(), rel=1e-5, abs=1e-6)
-    assert bundle.call("mean", tokens, valid) == expected
-    assert isinstance(bundle.call("mean", jax.numpy.asarray(tokens)), jax.Array)
-
-
 ROW, THREE, FOUR = (np.zeros(size, np.float32) for size in ((1, 3), 3, 4))
 WRONG_USES = [
     (lambda b: b.call("train", x=X[0], y=Y[0], mode="relu"), "state.* is missing"),
@@ -334,14 +329,14 @@ WRONG_USES = [
 
 
 def test_a_wrong_use_says_what_was_expected(bundle, users_code):
-    for call, message in WRONG_USES:
+    given = {"state": users_code.first_state(), "x": X[0], "y": Y[0]}
+    of_mode = [
+        (lambda b: b.call("train", **given, mode="relu"), "mode: expected 'tanh', found 'relu'"),
+        (lambda b: b.call("train", **given), "mode is missing: expected 'linear'"),
+    ]
+    for call, message in (*WRONG_USES, *of_mode):
         with pytest.raises(UsageError, match=message):
             call(bundle)
-    given = {"state": users_code.first_state(), "x": X[0], "y": Y[0]}
-    with pytest.raises(UsageError, match="mode: expected 'tanh', found 'relu'"):
-        bundle.call("train", **given, mode="relu")
-    with pytest.raises(UsageError, match="mode is missing: expected 'linear'"):
-        bundle.call("train", **given)
 
 
 def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_path, capsys):
@@ -373,24 +368,20 @@ BAD_FILES = [
 ]
 
 
+PADDED = 'args = ["float32[{batch}, 3]"]\nbuckets = { batch = [2] }\npad = ["batch"]'
 BAD_FUNCTIONS = [
     ("users_code:Norm", 'args = ["float32[3]"]', "found the class"),
     ("users_code:not_callable", 'args = ["float32[3]"]', "expected something to call"),
     ("users_code:train_step", 'args = ["float32[3]"]', "cannot lower"),
-    (
-        "users_code:keeps_no_batch",
-        'args = ["float32[{batch}, 3]"]\nbuckets = { batch = [2] }\npad = ["batch"]',
-        "expected dimensions that are 'batch', and dimension 0 of result 0 is 6",
-    ),
+    ("users_code:keeps_no_batch", PADDED, "'batch', and dimension 0 of result 0 is 6"),
 ]
 
 
 def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_built(
     run, tmp_path
 ):
-    (tmp_path / "users_code.py").write_text(
-        MODULE + "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
-    )
+    keeps_no_batch = "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
+    (tmp_path / "users_code.py").write_text(MODULE + keeps_no_batch)
     functions = [*BAD_FUNCTIONS, ("users_code:rows", 'args = ["float32[1, 3]"]', "")]
     for place, (name, content, keys, message) in enumerate(BAD_FILES):
         file = tmp_path / f"{place}{name}"
@@ -411,22 +402,20 @@ def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_
 
 
 def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run, tmp_path):
-    from safetensors.numpy import save_file
-
     table, scale = np.arange(5), np.linspace(0, 1, 2)
     code = "def f(params, x):\n    return params['table'][x] * params['scale']\n"
     (tmp_path / "wide.py").write_text(code)
     keys = 'function = "wide:f"; args = { x = "int32[2]" }; params = "wide.safetensors"'
     manifest = functions_manifest(tmp_path / "wide.toml", {"f": keys})
+    build = ("build", manifest, "-o", tmp_path, "--cache", tmp_path / "cache")
     save_file({"table": table, "scale": scale}, tmp_path / "wide.safetensors")
-    said = run("build", manifest, "-o", tmp_path, "--cache", tmp_path / "cache", quick=True).stderr
+    said = run(*build, quick=True).stderr
     assert "['params']['scale'] as float32 and not float64" in said
     assert "no golden answer" not in said
     found = load(tmp_path / "wide", on_mismatch="error").call("f", x=np.array([1, 4], np.int32))
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, (table[[1, 4]] * scale).astype(np.float32))
+    np.testing.assert_array_equal(found, (table[[1, 4]] * scale).astype(np.float32), strict=True)
     save_file({"table": table + 2**40, "scale": scale}, tmp_path / "wide.safetensors")
-    error = run("build", manifest, "-o", tmp_path, status=2).stderr
+    error = run(*build, status=2).stderr
     assert "'f': params: table: expected int64 whose values are in the range of int32" in error
 
 
@@ -461,8 +450,6 @@ MESH = "[mesh]\ndata = 2\ntensor = 2\n"
 
 @pytest.fixture(scope="module")
 def sharded(run, tmp_path_factory):
-    from safetensors.numpy import save_file
-
     directory = tmp_path_factory.mktemp("sharded")
     (directory / "sharded_code.py").write_text(SHARDED)
     random = np.random.default_rng(1)
@@ -474,8 +461,6 @@ def sharded(run, tmp_path_factory):
 
 
 def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded):
-    from safetensors.numpy import load_file
-
     bundle = load(sharded / "out" / "sharded", on_mismatch="error")
     weights = load_file(sharded / "w.safetensors")
     x = np.random.default_rng(0).standard_normal((4, 8), np.float32)

@@ -5,7 +5,6 @@ The cluster has processes of its own, as a user's has; `ray` itself is never imp
 
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -94,19 +93,3 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(cluster, man
     assert len(compiled) == FUNCTIONS, "".join(lines)
     assert all(" on " in line for line in compiled), "nothing was compiled by the build's machine"
     assert digest(there) == digest(here)
-
-
-def test_ctrl_c_leaves_nothing_running_on_the_cluster(cluster, manifest, tmp_path):
-    options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
-    node = cluster.join()
-    try:
-        with started(cluster, manifest, tmp_path, *options) as build:
-            next(line for line in build.stderr if line.startswith("compiled"))
-            assert node.compiles()
-            build.send_signal(signal.SIGINT)
-            lines = build.stderr.read()
-        assert build.returncode == 130, lines
-        wait_for(lambda: not node.compiles(), 180, "a worker still runs")
-    finally:
-        node.kill()
-    assert list((tmp_path / "store" / "ac").iterdir()), "what was finished stays"

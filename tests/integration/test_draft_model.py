@@ -3,13 +3,15 @@
 import contextlib
 import json
 import shutil
-import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.encoders import bert_config
 from tests.extent import ALL, cases, examples
 from tests.lettered import write_lettered
 from tests.manifests import write_manifest
+from tests.threads import in_threads
 
 from prejit.compiler import build
 from prejit.runtime import load
@@ -19,14 +21,11 @@ from prejit.runtime.format.checks.seldom_parts import parted
 from prejit.runtime.generation import decode
 from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
 from prejit.runtime.generation.draft_model import DraftModel
+from prejit.server.engine.engine import Engine
 
 CONTEXTS = (24, 72)
-SIZES = {
-    "batch": (1, 3),
-    "prompt": (3, 10) if ALL else (10,),
-    "context": CONTEXTS,
-    "draft_tokens": 4,
-}
+PROMPT = (3, 10) if ALL else (10,)
+SIZES = {"batch": (1, 3), "prompt": PROMPT, "context": CONTEXTS, "draft_tokens": 4}
 
 
 @pytest.fixture(scope="session")
@@ -40,12 +39,8 @@ def lettered(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=cases(["itself in int8"], others=["another model"]))
 def drafted_dir(request, make_decoder, lettered):
-    draft = (
-        (lettered / "model", "int8")
-        if "itself" in request.param
-        else (lettered / "small", "float32")
-    )
-    return make_decoder(lettered / "model", **SIZES, draft=draft)
+    name, dtype = ("model", "int8") if "itself" in request.param else ("small", "float32")
+    return make_decoder(lettered / "model", **SIZES, draft=(lettered / name, dtype))
 
 
 @pytest.fixture(scope="session")
@@ -56,11 +51,7 @@ def bundle(drafted_dir):
 @pytest.fixture
 def waiting(monkeypatch):
     """Programs are loaded when they are wanted: else a thread loads them while the text goes on."""
-
-    def loaded(model, context, *names):
-        return True
-
-    monkeypatch.setattr(DraftModel, "_is_loaded", loaded)
+    monkeypatch.setattr(DraftModel, "_is_loaded", lambda model, context, *names: True)
 
 
 def prompts(bundle, seed, count):
@@ -92,17 +83,16 @@ def test_tokens_are_the_same_up_to_the_end_of_the_context(bundle, waiting):
         assert accepted > drafted / 2, "the same model in int8 is right most of the time"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.9},
-        {"temperature": 1.5, "top_p": 0.8, "top_k": 20},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
-        {"logit_bias": {3: 4.0, 7: -np.inf}, "presence_penalty": 1.0},
-        {"logprobs": 3},
-    ],
-    ids=str,
+OPTIONS = (
+    {"temperature": 0.9},
+    {"temperature": 1.5, "top_p": 0.8, "top_k": 20},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"logit_bias": {3: 4.0, 7: -np.inf}, "presence_penalty": 1.0},
+    {"logprobs": 3},
 )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_tokens_are_the_same_with_each_option(bundle, waiting, options):
     drafted = 0
     for seed, prompt in enumerate(prompts(bundle, 1, examples(4, 16))):
@@ -128,11 +118,21 @@ def test_texts_end_where_they_would_end(bundle, waiting):
     assert tuple(piece.token_id for piece in pieces) == whole.token_ids
 
 
-def test_a_mask_is_asked_before_every_token(bundle, waiting):
-    vocabulary = bundle.config.decoder.vocab_size
-    even = np.arange(vocabulary) % 2 == 0
+def test_a_mask_several_rows_and_prompt_lookup_have_no_draft(bundle, waiting):
+    even = np.arange(bundle.config.decoder.vocab_size) % 2 == 0
     stats = same(bundle, [2, 4, 6], max_new_tokens=12, token_mask=lambda _: even)
     assert stats.drafted_tokens == 0
+    options = {"max_new_tokens": 20, "stop_token_ids": ()}
+    two = [[1, 2], [3, 4, 5]]
+    rows = bundle.generate_batch(two, **options)
+    assert [row.stats.drafted_tokens for row in rows] == [0, 0]
+    alone = [bundle.generate(prompt, **options).token_ids for prompt in two]
+    assert [row.token_ids for row in rows] == alone
+    found, plain = (
+        bundle.generate([7, 8, 9] * 4, **options, prompt_lookup=True, **draft)
+        for draft in ({}, {"draft": False})
+    )
+    assert found.token_ids == plain.token_ids
 
 
 def test_a_session_goes_on_with_what_the_draft_model_has_read(bundle, waiting):
@@ -141,31 +141,11 @@ def test_a_session_goes_on_with_what_the_draft_model_has_read(bundle, waiting):
     for length in (8, 8, 8):
         stats = same(session, text, plain, max_new_tokens=length)
         assert stats.drafted_tokens
-        text = [
-            *text,
-            *bundle.generate(text, max_new_tokens=length, stop_token_ids=()).token_ids,
-            5,
-        ]
+        written = bundle.generate(text, max_new_tokens=length, stop_token_ids=()).token_ids
+        text = [*text, *written, 5]
     same(session, text[:4], plain, max_new_tokens=9)
     session.close()
     same(session, text, plain, max_new_tokens=9)
-
-
-def test_several_rows_have_no_draft_and_the_last_one_has(bundle, waiting):
-    rows = bundle.generate_batch([[1, 2], [3, 4, 5]], max_new_tokens=20, stop_token_ids=())
-    assert [row.stats.drafted_tokens for row in rows] == [0, 0]
-    for prompt, row in zip(([1, 2], [3, 4, 5]), rows, strict=True):
-        assert (
-            row.token_ids == bundle.generate(prompt, max_new_tokens=20, stop_token_ids=()).token_ids
-        )
-
-
-def test_prompt_lookup_takes_the_place_of_the_draft_model(bundle, waiting):
-    options = {"max_new_tokens": 20, "stop_token_ids": (), "prompt_lookup": True}
-    found = bundle.generate([7, 8, 9] * 4, **options)
-    assert found == bundle.generate([7, 8, 9] * 4, **options, draft=False) or (
-        found.token_ids == bundle.generate([7, 8, 9] * 4, **options, draft=False).token_ids
-    )
 
 
 def test_a_text_goes_on_while_its_programs_are_loaded(drafted_dir, monkeypatch):
@@ -175,35 +155,18 @@ def test_a_text_goes_on_while_its_programs_are_loaded(drafted_dir, monkeypatch):
     assert same(fresh, [1, 2, 3], max_new_tokens=8).drafted_tokens == 0
 
 
-def test_an_engine_drafts_for_a_request_that_is_alone(bundle, waiting):
-    from prejit.server.engine.engine import Engine
-
-    prompts_ = prompts(bundle, 3, 4)
-    wanted = [
-        bundle.generate(p, max_new_tokens=12, stop_token_ids=(), draft=False) for p in prompts_
-    ]
+def test_an_engine_drafts_for_a_request_that_is_alone_and_threads_draft_apart(bundle, waiting):
+    texts, options = prompts(bundle, 3, 4), {"max_new_tokens": 12, "stop_token_ids": ()}
+    wanted = [bundle.generate(each, **options, draft=False).token_ids for each in texts]
     with contextlib.closing(Engine(bundle, slots=3)) as engine:
-        for prompt, right in zip(prompts_, wanted, strict=True):
-            found = engine.submit(prompt, max_new_tokens=12, stop_token_ids=()).result()
-            assert found.token_ids == right.token_ids
-        jobs = [engine.submit(p, max_new_tokens=12, stop_token_ids=()) for p in prompts_]
-        assert [job.result().token_ids for job in jobs] == [each.token_ids for each in wanted]
-
-
-def test_threads_that_share_a_bundle_draft_apart(bundle, waiting):
-    texts = prompts(bundle, 4, 4)
-    wanted = [bundle.generate(p, stop_token_ids=(), draft=False).token_ids for p in texts]
-    found = {}
+        lone = [engine.submit(each, **options).result().token_ids for each in texts]
+        jobs = [engine.submit(each, **options) for each in texts]
+        assert lone == [job.result().token_ids for job in jobs] == wanted
 
     def run(place):
-        found[place] = bundle.generate(texts[place], stop_token_ids=()).token_ids
+        assert bundle.generate(texts[place], **options).token_ids == wanted[place]
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[place] for place in range(4)] == wanted
+    in_threads(4, run)
 
 
 @pytest.mark.measured_drafts
@@ -229,16 +192,7 @@ def test_memory_counts_the_caches_of_the_draft_model(bundle):
 
 def test_a_draft_model_must_fit_the_model(lettered, tmp_path):
     """Each mistake is found before anything compiles, and its message names both files."""
-    bert = {
-        **{
-            "model_type": "bert",
-            "architectures": ["BertModel"],
-            "vocab_size": 48,
-            "hidden_size": 24,
-        },
-        **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
-        "max_position_embeddings": 64,
-    }
+    bert = bert_config(vocab_size=48, hidden_size=24, max_position_embeddings=64)
     small = lettered / "small"
     drafts = {name: tmp_path / name for name in ("other", "none", "vocabulary", "encoder", "short")}
     for path in drafts.values():
@@ -268,8 +222,6 @@ def test_a_draft_model_must_fit_the_model(lettered, tmp_path):
 
 
 def test_forged_tables_are_refused(bundle):
-    from dataclasses import replace
-
     config: Config = bundle.config
     plain, draft = parted(config)
     assert plain.draft is None

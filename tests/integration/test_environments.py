@@ -87,9 +87,8 @@ with Plain(sys.stderr) as progress:
 
 
 def start_maker():
-    return subprocess.Popen(
-        [sys.executable, "-c", MAKE, JAX], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", MAKE, JAX], **pipes)
 
 
 def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(offline, monkeypatch):
@@ -140,27 +139,26 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
     assert not (path / "left by the dead").exists()
 
 
-@pytest.mark.parametrize(
-    ("jax", "constraints", "variables", "kind", "says", "hints"),
-    [
-        pytest.param(
-            *(JAX, ("jaxlib<0.10",), {}, BuildError),
-            *("the target's constraints exclude each other", "constraints"),
-        ),
-        pytest.param(
-            *(JAX, (), {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}),
-            *(NetworkError, f"pip cannot fetch jax=={JAX}", "PIP_FIND_LINKS"),
-        ),
-        (
-            *("0.10.98", ("numpy<9",), {}, BuildError),
-            *(r"pip finds no jax==0\.10\.98 for this machine", "pip index versions jax"),
-        ),
-    ],
-    ids=["conflict", "no network", "no such version"],
-)
-def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
-    offline, monkeypatch, jax, constraints, variables, kind, says, hints
-):
+NO_NETWORK = {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}
+MISTAKES = {
+    "conflict": (
+        *(JAX, ("jaxlib<0.10",), {}, BuildError),
+        *("the target's constraints exclude each other", "constraints"),
+    ),
+    "no network": (
+        *(JAX, (), NO_NETWORK, NetworkError),
+        *(f"pip cannot fetch jax=={JAX}", "PIP_FIND_LINKS"),
+    ),
+    "no such version": (
+        *("0.10.98", ("numpy<9",), {}, BuildError),
+        *(r"pip finds no jax==0\.10\.98 for this machine", "pip index versions jax"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_installed_is_reported_and_leaves_nothing(offline, monkeypatch, mistake):
+    jax, constraints, variables, kind, says, hints = MISTAKES[mistake]
     monkeypatch.setenv("PIP_PROXY", "127.0.0.1:9")  # nobody listens there
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -1,6 +1,7 @@
-"""Models that read images, built through the command line and run from their bundles."""
+"""Models that read images, alone or in prompts, built through the command line and run from their bundles."""
 
 import base64
+import contextlib
 import io
 import json
 from dataclasses import replace
@@ -9,27 +10,35 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from tests.extent import cases
 from tests.format import second_reader
-from tests.manifests import encoder_manifest
+from tests.manifests import encoder_manifest, write_manifest
 from tests.parity.image_cases import PICTURES, REFERENCE, image_cases
+from tests.parity.sight_cases import MESSAGES, PROMPTS, STEPS, VOCABULARY, sight_cases
+from tests.parity.sight_cases import REFERENCE as SIGHT
 from tests.unit.server.running import running
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 
 from prejit.runtime import RejectError, UsageError, load
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.cli.commands import run as command
 from prejit.runtime.format.checks.program_table import check_config
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
-CASES = {case.name: case for case in image_cases()}
+CASES = {case.name: case for case in (*image_cases(), *sight_cases())}
 
 
 @pytest.fixture(scope="module")
 def reference():
-    with np.load(REFERENCE) as recorded:
-        return dict(recorded)
+    """What transformers gave."""
+    found = {}
+    for file in (REFERENCE, SIGHT):
+        with np.load(file) as recorded:
+            found |= dict(recorded)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +70,20 @@ def write_tokenizer(directory, vocab_size):
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+@contextlib.contextmanager
+def serving(bundle):
+    models = Models(Served("made", bundle, Engine(bundle), 0))
+    with running(models, Settings()) as server:
+        yield server
+    models.close()
+
+
 def least_cosine(found, expected):
     lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
     return ((found * expected).sum(1) / lengths).min()
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [("clip-0", 8), pytest.param("siglip-0", 13, marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize(("name", "length"), cases([("clip-0", 8)], others=[("siglip-0", 13)]))
 def test_images_and_texts_are_embedded_in_one_space(built, reference, name, length):
     model, bundle_path = built(name, "int8", f"images = [1, 4]\nshapes = [[2, {length}], [4, 13]]")
     files = [model / f"picture{number}.png" for number in range(len(PICTURES))]
@@ -86,9 +100,7 @@ def test_images_and_texts_are_embedded_in_one_space(built, reference, name, leng
         assert least_cosine(texts, expected["texts"]) > 0.999
         if name == "clip-0":  # which pools at the first end
             np.testing.assert_array_equal(bundle.encode([[*ids[0], 5, 60, 6]]), texts[:1])
-            with pytest.raises(
-                UsageError, match=r"sentences\[1\]: expected the end of .* 60, in it"
-            ):
+            with pytest.raises(UsageError, match=r"\[1\]: expected the end of .* 60, in it"):
                 bundle.encode([ids[0], [5, 6]])
         logits = bundle.score_images(files, words, logits=True)
         assert np.abs(logits - expected["logits"]).max() < 0.1
@@ -103,24 +115,20 @@ def test_images_and_texts_are_embedded_in_one_space(built, reference, name, leng
 
 
 def check_server(bundle, files, words, images, texts):
-    """What POST /v1/embeddings answers to images, to texts, and to what is neither."""
-    models = Models(Served("both", bundle, Engine(bundle), 0))
     large = io.BytesIO()
     Image.new("1", (9_400, 9_400)).save(large, "PNG")
     large = base64.b64encode(large.getvalue()).decode()
-    with running(models, Settings()) as server:
+    with serving(bundle) as server:
         data = [base64.b64encode(file.read_bytes()).decode() for file in files]
         parts = [{"image": f"data:image/png;base64,{data[0]}"}, {"text": words[1]}]
         parts.append({"image": data[2]})
 
         def answer(given, **others):
-            body = {"model": "both", "input": given, **others}
+            body = {"model": "made", "input": given, **others}
             return httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()
 
-        found = answer(parts)["data"]
-        vectors = np.array([each["embedding"] for each in found], np.float32)
-        expected = [images[0], texts[1], images[2]]
-        np.testing.assert_allclose(vectors, expected, atol=1e-6)
+        found = [each["embedding"] for each in answer(parts)["data"]]
+        np.testing.assert_allclose(found, [images[0], texts[1], images[2]], atol=1e-6)
         for given, message in (
             ([{"image": "https://example.org/a.png"}], "expected a data URL in base64"),
             ([{"image": data[0], "text": "b"}], "each with an image or a text"),
@@ -130,13 +138,13 @@ def check_server(bundle, files, words, images, texts):
             ([{"image": base64.b64encode(b"no image").decode()}], "an image that Pillow reads"),
         ):
             assert message in answer(given)["error"]["message"]
-    models.close()
 
 
 def check_refusals(config):
     """What a reader refuses in the description of images and in their programs."""
     images, programs = config.images, config.programs
     read = {program.name: program for program in programs}["images/b4"]
+    others = tuple(each for each in programs if each.kind != "image")
     sets = {name: tensors for name, tensors in config.weight_sets.items() if "match" not in name}
     for changes, message in (
         ({"images": None}, "images/b1: expected 'images' in the config, found none"),
@@ -150,10 +158,7 @@ def check_refusals(config):
         ({"images": replace(images, width=0)}, r"images/b1: results\[0\]: expected"),
         ({"weight_sets": sets}, "images: expected the weight set 'model:match'"),
         ({"encoder": replace(config.encoder, padding=61)}, "encoder: padding: expected a token"),
-        (
-            {"programs": tuple(each for each in programs if each.kind != "image")},
-            "expected programs for images, found none",
-        ),
+        ({"programs": others}, "expected programs for images, found none"),
         ({"programs": (*programs, replace(read, name="b"))}, "b: expected one image program"),
     ):
         changed = to_json(replace(config, **changes))
@@ -210,9 +215,8 @@ def test_every_form_of_a_picture_gives_the_pixels_of_transformers(labels):
         (png(gray), np.asarray(gray.convert("RGB"))),
         (palette, np.asarray(palette.convert("RGB"))),
     ]:
-        np.testing.assert_array_equal(
-            bundle.score_images([given]), bundle.score_images(wanted.copy())
-        )
+        found = bundle.score_images([given])
+        np.testing.assert_array_equal(found, bundle.score_images(wanted.copy()))
     np.testing.assert_array_equal(bundle.score_images([pixels] * 3), np.repeat(expected, 3, 0))
     moving = png(image, "gif", save_all=True, append_images=[gray.convert("P")])
     for wrong, message in [
@@ -227,3 +231,216 @@ def test_every_form_of_a_picture_gives_the_pixels_of_transformers(labels):
     ]:
         with pytest.raises(UsageError, match=message):
             bundle.score_images(wrong)
+
+
+NAME = "gemma3-1"
+SIZES = {"batch": (1, 3), "prompt": (16,), "context": (64, 128)}
+GREEDY = {"max_new_tokens": STEPS, "stop_token_ids": ()}
+QUESTION = {"type": "text", "text": "what is this?"}
+ASKED = [{"role": "user", "content": [{"type": "image"}, QUESTION]}]
+
+
+@pytest.fixture(scope="module")
+def model(reference, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sight") / "model"
+    CASES[NAME].write(directory, json.loads(str(reference[f"{NAME} tensors"])))
+    return directory
+
+
+def made_of(model, images="images = [24, 64]"):
+    more = {"name": "made", "model": 'dtype = "float32"', "generate": images}
+    return write_manifest(model.with_name("made.toml"), "model", **more, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def bundle(run, model):
+    run("build", made_of(model), "-o", model.with_name("out"), quick=True)
+    with load(model.with_name("out") / "made", on_mismatch="error") as bundle:
+        yield bundle
+
+
+@pytest.fixture(scope="module")
+def pictures(model):
+    return [model / f"picture{number}.png" for number in range(3)]
+
+
+@pytest.mark.thorough
+def test_tokens_equal_those_of_transformers(bundle, reference, pictures):
+    asked = [
+        (text, {"images": [pictures[n] for n in chosen]} if chosen else {})
+        for text, chosen in PROMPTS
+    ]
+    asked.append((bundle.apply_chat_template(MESSAGES), {"images": [pictures[2], pictures[0]]}))
+    requests = [bundle.request(prompt, **images, **GREEDY) for prompt, images in asked]
+    tokens = [reference[f"{NAME} tokens {number}"].tolist() for number in range(len(asked))]
+    for number, (prompt, images) in enumerate(asked):
+        expected = reference[f"{NAME} ids {number}"].tolist()
+        assert list(requests[number].prompt) == expected, "the processor's ids"
+        found = bundle.generate(prompt, **images, **GREEDY)
+        assert list(found.token_ids) == tokens[number]
+    together = [1, 4, 3]
+    slots = bundle.batch(3)
+    places = slots.insert(*(requests[number] for number in together))
+    written = {place: [] for place in places}
+    while given := slots.step():
+        for token in given:
+            written[token.slot] += [] if token.token_id is None else [token.token_id]
+    assert [written[place] for place in places] == [tokens[number] for number in together]
+
+
+@pytest.mark.thorough
+def test_equal_tokens_of_other_images_share_nothing(bundle, pictures):
+    ids = bundle.apply_chat_template(MESSAGES)
+    longer, session = [*ids, 7, 8], bundle.session()
+
+    def scores(made):
+        return [one.logprob for one in made.logprobs]
+
+    def both(images, prompt):
+        given = {"images": [pictures[n] for n in images], "max_new_tokens": 4, "logprobs": 0}
+        fresh = bundle.generate(prompt, stop_token_ids=(), **given)
+        again = session.generate(prompt, stop_token_ids=(), **given)
+        np.testing.assert_allclose(scores(fresh), scores(again), atol=1e-4)
+        return again
+
+    first = both((2, 0), ids)
+    other = both((0, 2), longer)
+    assert other.stats.reused_tokens == 0
+    assert np.abs(np.subtract(scores(first), scores(other))).max() > 1e-3
+    assert both((0, 2), [*longer, 9]).stats.reused_tokens >= len(longer)
+    with contextlib.closing(Engine(bundle, slots=3)) as engine:
+        for images in ((2, 0), (0, 2), (2, 0)):
+            given = {"images": [pictures[n] for n in images], "max_new_tokens": 4, "logprobs": 0}
+            found = engine.generate(longer, stop_token_ids=(), **given)
+            alone = bundle.generate(longer, stop_token_ids=(), **given)
+            np.testing.assert_allclose(scores(found), scores(alone), atol=1e-4)
+        assert found.stats.reused_tokens > 0, "what the first request computed"
+
+
+@pytest.mark.thorough
+def test_what_is_wrong_with_images_is_refused(bundle, pictures):
+    text, image = PROMPTS[0][0], VOCABULARY.index("<image_soft_token>")
+    for prompt, images, message in (
+        (text, pictures[:2], "once for each of 2 images, found it 1 times"),
+        ([1, *[image] * 9], pictures[:1], "another token behind each image"),
+        ([1, *[image] * 8, 2], pictures[:1], "expected 1 times 9 tokens"),
+        ([*[image] * 5, 1, *[image] * 4, 2], pictures[:1], "one after the other"),
+        ([*[image] * 18, 2], pictures[:2], "another token behind each image"),
+        (text, [b"no image"], "an image that Pillow reads"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            bundle.generate(prompt, images=images)
+    plain = bundle.generate([1, 2, 3], images=[], **GREEDY)
+    assert plain.token_ids == bundle.generate([1, 2, 3], **GREEDY).token_ids
+    for empty in ({}, {"images": ()}):
+        with pytest.raises(UsageError, match=f"prompt: expected no token {image}, which stands"):
+            bundle.generate([1, *[image] * 9, 2], **empty)
+    with pytest.raises(UsageError, match="prefix: expected none beside images"):
+        bundle.generate(text, images=pictures[:1], prefix=bundle.prefix("see"))
+    with pytest.raises(UsageError, match="found one that writes about them"):
+        bundle.embed_images(pictures[0])
+    config = bundle.config
+    images = config.images
+    spare = [p for p in config.programs if p.name != "image-prefill/b1-t64-c64"]
+    check_config(to_json(replace(config, programs=spare)), "cpu-host", config.requirement, "made")
+    fewer = [p for p in spare if p.name != "image-prefill/b1-t24-c64"]
+    for changes, message in (
+        ({"images": replace(images, tokens=7)}, r"arguments\[3\]: expected .*float32.1,24,25"),
+        ({"images": replace(images, token_id=-1)}, "token_id: expected one of the decoder's"),
+        ({"images": replace(images, marks=("a", "b"))}, "marks: expected three texts"),
+        ({"images": replace(images, tokens=None)}, "expected 'images' with tokens"),
+        ({"programs": fewer}, "image-prefill of context 64: expected one"),
+    ):
+        changed = to_json(replace(config, **changes))
+        with pytest.raises(RejectError, match=message):
+            check_config(changed, "cpu-host", config.requirement, "made")
+
+
+@pytest.mark.thorough
+def test_chats_about_images_are_served(bundle, reference, pictures):
+    data = [base64.b64encode(file.read_bytes()).decode() for file in pictures]
+
+    def message(image):
+        url = image if isinstance(image, str) else f"data:image/png;base64,{data[image]}"
+        part = {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+        return {"role": "user", "content": [part, QUESTION]}
+
+    with serving(bundle) as server:
+
+        def answer(*messages, **others):
+            body = {"model": "made", "messages": messages, "max_tokens": 9, **others}
+            url = f"{server.url}/v1/chat/completions"
+            return httpx.post(url, json={"temperature": 0, **body}, timeout=60)
+
+        asked = message(1)
+        found = answer(asked, logprobs=True).json()
+        ids = bundle.apply_chat_template(ASKED)
+        expected = bundle.generate(ids, images=pictures[1], max_new_tokens=9)
+        assert found["choices"][0]["message"]["content"] == expected.text
+        assert found["usage"]["prompt_tokens"] == len(ids)
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in answer(asked, stream=True).text.splitlines()
+            if line.startswith("data: {")
+        ]
+        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == expected.text
+        others = answer(message(0), logprobs=True).json()
+        scores = [
+            [each["logprob"] for each in one["choices"][0]["logprobs"]["content"]]
+            for one in (found, others)
+        ]
+        assert scores[0] != scores[1]
+        parts = [
+            {"type": "input_image", "image_url": f"data:image/png;base64,{data[1]}"},
+            {"type": "input_text", "text": QUESTION["text"]},
+        ]
+        body = {"model": "made", "max_output_tokens": 9, "temperature": 0}
+        by_user, by_system = (
+            httpx.post(
+                f"{server.url}/v1/responses",
+                json={**body, "input": [{"role": role, "content": parts}]},
+                timeout=60,
+            ).json()
+            for role in ("user", "system")
+        )
+        assert by_user["output"][0]["content"][0]["text"] == expected.text
+        refusal = "[0].content[0]: expected images of a user alone"
+        assert refusal in by_system["error"]["message"]
+        refused = (
+            (message("https://example.org/a.png"), "expected a data URL in base64"),
+            (message("data:image/png;base64,AAAA"), "an image that Pillow reads"),
+            ({**asked, "role": "assistant"}, "expected images of a user alone"),
+        )
+        for each, text in refused:
+            response = answer(each)
+            assert response.status_code == 400
+            assert text in response.json()["error"]["message"]
+        assert "none beside images" in answer(asked, prompt_logprobs=1).json()["error"]["message"]
+
+
+@pytest.mark.thorough
+def test_the_command_reads_images_before_a_message(bundle, model, pictures, capsys):
+    path, most = str(model.with_name("out") / "made"), ("--max-new-tokens", "9", "--json")
+    asked = ("--chat", QUESTION["text"], "--image", str(pictures[1]))
+    assert command(["generate", path, *asked, *most]) == 0
+    expected = bundle.generate(
+        bundle.apply_chat_template(ASKED), images=pictures[1], max_new_tokens=9
+    )
+    assert json.loads(capsys.readouterr().out)["token_ids"] == [*expected.token_ids]
+
+
+@pytest.mark.thorough
+def test_a_model_without_images_refuses_them(run, model, pictures, tmp_path):
+    run("build", made_of(model, ""), "-o", tmp_path, quick=True)
+    with load(tmp_path / "made", on_mismatch="error") as bundle:
+        assert bundle.config.images is None
+        with pytest.raises(UsageError, match="images: expected none, as the prompts of made"):
+            bundle.generate(PROMPTS[0][0], images=pictures[:1])
+        with serving(bundle) as server:
+            part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+            body = {"model": "made", "messages": [{"role": "user", "content": [part]}]}
+            found = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert found.status_code == 400
+        message = "messages: [0].content[0]: expected text, found an image, and 'made' reads texts"
+        assert found.json()["error"]["message"].startswith(message)

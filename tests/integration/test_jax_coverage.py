@@ -1,7 +1,4 @@
-"""What of JAX works in a bundle: lowered, compiled, stored and run, against plain JAX, by family.
-
-docs/reference/jax-coverage.md shows the table in jax_functions.py.
-"""
+"""What of JAX works in a bundle: lowered, compiled, stored and run, against plain JAX, by family."""
 
 import importlib
 import re
@@ -167,5 +164,7 @@ def test_what_no_bundle_can_hold_is_refused_by_name(name, lower, device):
 
 
 def test_the_page_shows_what_is_tried():
-    """`python tests/integration/jax_functions.py > docs/reference/jax-coverage.md` writes it."""
-    assert PAGE.read_text() == table.page()
+    """`python tests/integration/jax_functions.py` prints the tables."""
+    text = f"{PAGE.read_text()}\n"
+    for each in table.tables():
+        assert f"\n\n{each}\n" in text

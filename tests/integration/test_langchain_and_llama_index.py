@@ -80,7 +80,4 @@ def test_llama_index_embeds_completes_and_chats(writer, encoder):
     messages = [ChatMessage(role=each["role"], content=each["content"]) for each in MESSAGES]
     assert model.chat(messages).message.content == answer_of(writer)
     assert [each.message.content for each in model.stream_chat(messages)][-1] == answer_of(writer)
-    assert (
-        model.complete("ab", max_new_tokens=2).text
-        == text[: len(model.complete("ab", max_new_tokens=2).text)]
-    )
+    assert text.startswith(model.complete("ab", max_new_tokens=2).text)

@@ -146,16 +146,12 @@ def test_the_client_sends_back_what_it_got(client):
         items += [*(each.model_dump() for each in response.output), *USER]
 
 
-def test_an_empty_stop_ends_nothing(post):
-    expected = post("/v1/completions", TEXT).json()["choices"][0]
-    for stop in ("", [""], ["", ""], None):
-        found = post("/v1/completions", {**TEXT, "stop": stop}).json()["choices"][0]
-        assert found == expected
-        assert found["finish_reason"] == "length"
-
-
-def test_nothing_stops_before_min_tokens(post, stories_bundle):
+def test_nothing_stops_before_min_tokens_or_by_an_empty_stop(post, stories_bundle):
     bundle = stories_bundle
+    expected = post("/v1/completions", TEXT).json()["choices"][0]
+    assert expected["finish_reason"] == "length"
+    for stop in ("", [""], ["", ""], None):
+        assert post("/v1/completions", {**TEXT, "stop": stop}).json()["choices"][0] == expected
     more = {**TEXT, "max_tokens": 12}
     free = bundle.generate(ONCE, max_new_tokens=12)
     for limits in ({"stop_token_ids": [*set(free.token_ids)]}, {"stop": [free.text[:2]]}):
@@ -229,49 +225,41 @@ def test_only_the_end_of_a_prompt_is_kept(post, stories_bundle):
     assert post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 3
 
 
+WRONG_VALUES = (
+    *(("prompt_logprobs", 21), ("model", None), ("best_of", 3), ("max_tokens", 0)),
+    *(("max_tokens", 251), ("stream_options", {}), ("temperature", "hot")),
+    *(("logit_bias", {"x": 1}), ("logit_bias", dict.fromkeys(range(5000), 1))),
+    *(("stop", ["."] * 33), ("stop", "." * 513), ("stop_token_ids", [1] * 1025)),
+)
+SCORED = {"echo": True, "logprobs": 1}
+LAST_TOKEN = {"allowed_token_ids": [400]}
+INTEGER = {"structured_outputs": {"json": {"type": "integer"}}}
+NOT_ONE = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
+NO_GRAMMAR = {"type": "function", "function": {"name": "a", "parameters": NOT_ONE, "strict": True}}
+SOUND = [{"role": "user", "content": [{"type": "input_audio"}]}]
 WRONG = {
     "/v1/completions": [
-        # Limits that leave no token.
-        *(
-            (limits, None, "bad_words")
-            for limits in (
-                {"allowed_token_ids": [400], "structured_outputs": {"json": {"type": "integer"}}},
-                {"bad_words": ["   "]},
-                {"allowed_token_ids": [400], "bad_words": ["do"]},
-            )
-        ),
-        # test_structured_outputs.py has what no grammar follows.
+        # Limits that leave no token; test_structured_outputs.py has what no grammar follows.
+        (LAST_TOKEN | INTEGER, None, "bad_words"),
+        ({"bad_words": ["   "]}, None, "bad_words"),
+        (LAST_TOKEN | {"bad_words": ["do"]}, None, "bad_words"),
         # Prompts that are none, or too long, or cannot be scored.
         *(({"prompt": prompt}, "prompt", "prompt") for prompt in ([], [1, "a"], None)),
-        *(
-            ({"prompt": prompt, "echo": True, "logprobs": 1}, None, "")
-            for prompt in ([1, 9999], [1] * 321, [5] * 1000)
-        ),
+        *((SCORED | {"prompt": prompt}, None, "") for prompt in ([1, 9999], [1] * 321, [5] * 1000)),
         ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens", ""),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
-        *(
-            ({name: value}, name, name)
-            for name, value in (
-                *(("prompt_logprobs", 21), ("model", None), ("best_of", 3), ("max_tokens", 0)),
-                *(("max_tokens", 251), ("stream_options", {}), ("temperature", "hot")),
-                *(("logit_bias", {"x": 1}), ("logit_bias", dict.fromkeys(range(5000), 1))),
-                *(("stop", ["."] * 33), ("stop", "." * 513), ("stop_token_ids", [1] * 1025)),
-            )
-        ),
+        *(({name: value}, name, name) for name, value in WRONG_VALUES),
     ],
     "/v1/chat/completions": [
         ({"messages": []}, "messages", ""),
+        ({"messages": SOUND}, "messages[0].content[0].type", ""),
         ({"max_completion_tokens": 2}, "max_tokens", "without max_completion_tokens"),
         ({"tools": [ADD] * 129}, "tools", "tools"),
         ({"tools": [ADD] * 2}, "tools", "each name once"),
+        ({"tools": [NO_GRAMMAR]}, None, "tools[0].function.parameters"),
         ({"modalities": ["audio"]}, "modalities[0]", ""),
         ({"top_logprobs": 2}, "top_logprobs", "expected logprobs"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "chat_template"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-            "messages[0].content[0].type",
-            "",
-        ),
     ],
     "/v1/responses": [
         ({"prompt_logprobs": 1}, "prompt_logprobs", ""),
@@ -280,10 +268,9 @@ WRONG = {
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""),
     ],
     "/v1/embeddings": [
-        *(
-            ({"input": given}, "input", f"at place {place}")
-            for given, place in (("", 0), (["a", ""], 1), ([[1], []], 1))
-        ),
+        ({"input": ""}, "input", "at place 0"),
+        ({"input": ["a", ""]}, "input", "at place 1"),
+        ({"input": [[1], []]}, "input", "at place 1"),
         ({"input": []}, "input", "an empty list"),
         ({"input": ["a"] * 2049}, "input", "expected at most 2048, found 2049"),
         ({"input": [1, "a"]}, "input", "token ids beside inputs"),
@@ -351,8 +338,7 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new, client, stories_bundle)
         assert len(lists.tokens) == len(ids) + new
         ends = [len("".join(lists.tokens[:place])) for place in range(len(lists.tokens))]
         assert [at - lists.text_offset[0] for at in lists.text_offset] == ends
-        assert lists.token_logprobs[0] is None
-        assert lists.top_logprobs[0] is None
+        assert (lists.token_logprobs[0], lists.top_logprobs[0]) == (None, None)
         scores = pytest.approx(_by_prefill(bundle, ids), abs=1e-4)
         assert lists.token_logprobs[1 : len(ids)] == scores
         for logprob, top in zip(lists.token_logprobs[1:], lists.top_logprobs[1:], strict=True):
@@ -366,9 +352,8 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new, client, stories_bundle)
         scores = pytest.approx(likely.token_logprobs[:new], abs=1e-4)
         assert lists.token_logprobs[len(ids) :] == scores
         assert choice.finish_reason == "length"
-    usage = found.usage
-    assert usage.prompt_tokens == sum(map(len, prompts))
-    assert usage.completion_tokens == 2 * new
+    counts = found.usage.prompt_tokens, found.usage.completion_tokens
+    assert counts == (sum(map(len, prompts)), 2 * new)
     one = client.completions.create(prompt=[1], max_tokens=new, **body).choices[0].logprobs
     assert one.token_logprobs[0] is None  # nothing comes before it
     assert len(one.tokens) == 1 + new
@@ -379,19 +364,6 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new, client, stories_bundle)
             assert "".join(part.text for part in parts) == choice.text
             names = [name for part in parts if part.logprobs for name in part.logprobs.tokens or ()]
             assert names == choice.logprobs.tokens
-
-
-def test_stop_tokens_and_penalties_do_not_touch_the_scores(post, stories_bundle):
-    bundle = stories_bundle
-    ids = bundle.tokenizer.encode(ONCE)
-    body = {**TEXT, "echo": True, "logprobs": 0, "max_tokens": 1}
-    limits = {"stop_token_ids": ids, "stop": ["upon"], "bad_words": ["upon"]}
-    limits |= {"repetition_penalty": 1.5, "frequency_penalty": 1}
-    expected, found = (
-        post("/v1/completions", body | each).json()["choices"][0]["logprobs"]["token_logprobs"]
-        for each in ({}, limits)
-    )
-    assert found[: len(ids)] == expected[: len(ids)]
 
 
 def test_logprobs_of_prompts_are_in_the_form_of_vllm(post, stories_bundle):
@@ -406,6 +378,11 @@ def test_logprobs_of_prompts_are_in_the_form_of_vllm(post, stories_bundle):
         assert own["logprob"] == pytest.approx(expected, abs=1e-4)
         ranks = sorted(each["rank"] or 3 for each in likely.values())
         assert ranks in ([1, 2], [1, 2, 3])
+    # What chooses the next token does not touch the scores.
+    limits = {"stop_token_ids": ids, "stop": ["upon"], "bad_words": ["upon"]}
+    limits |= {"repetition_penalty": 1.5, "frequency_penalty": 1, "prompt_logprobs": 2}
+    again = post("/v1/completions", TEXT | limits).json()["choices"][0]["prompt_logprobs"]
+    assert again == places
     chat = {**SMALLEST["/v1/chat/completions"], "prompt_logprobs": 0}
     answer = post("/v1/chat/completions", chat).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
@@ -425,7 +402,8 @@ def test_a_chat_echoes_the_message_that_it_goes_on_with(client, post):
     assert "".join(event.choices[0].delta.content or "" for event in events) == "There was" + plain
 
 
-def test_scores_and_ranks_are_cosines(post, models):
+@pytest.mark.filterwarnings("ignore::prejit.runtime.errors.TruncationWarning")
+def test_scores_and_ranks_are_cosines_of_texts_that_are_cut_if_the_client_wants_that(post, models):
     first, *others = texts = ["a b c", "c d e", "x y z", "a b d"]
     vectors = models.get("tiny").bundle.encode(texts).astype(np.float64)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -443,10 +421,6 @@ def test_scores_and_ranks_are_cosines(post, models):
     best = post("/rerank", {**query, "top_n": 1, "return_documents": False}).json()
     assert [each.keys() for each in best["results"]] == [{"index", "relevance_score"}]
     assert best["usage"]["total_tokens"] > 0
-
-
-@pytest.mark.filterwarnings("ignore::prejit.runtime.errors.TruncationWarning")
-def test_texts_are_cut_where_the_client_wants_that(post):
     long = "a " * 70
     cut = {**SMALLEST["/v1/rerank"], "documents": [long], "truncate_prompt_tokens": -1}
     assert post("/v1/rerank", cut).status_code == 200

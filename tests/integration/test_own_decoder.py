@@ -12,6 +12,7 @@ from flax import traverse_util
 from safetensors.numpy import save_file
 from tests import own_decoders
 from tests.extent import ALL
+from tests.manifests import write_manifest
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
@@ -23,30 +24,18 @@ from prejit.runtime import load
 from prejit.runtime.errors import PrejitError
 
 PROMPT, COUNT = [5, 80, 17, 3, 44, 9, 61, 2, 30, 11, 8], 24
-MANIFEST = """
-[bundle]
-name = "{name}"
-[model]
-module = "own_decoders:{attribute}"
-dtype = "{dtype}"
-accuracy = false
-{more}
-[generate]
-{sizes}
-draft_tokens = 3
+PROGRAM = """
 [[program]]
 name = "model"
 function = "own_decoders:scaled"
 args = ["float32[3]"]
 params = "scale.safetensors"
-[[target]]
-name = "cpu-host"
 """
 SCALED = "\n\ndef scaled(params, x):\n    return params['scale'] * x\n"
-ONE_SIZE = "batch = [2]\nprompt = [8]\ncontext = [64]"
+ONE_SIZE = {"batch": (2,), "prompt": (8,), "context": (64,)}
 KINDS = {"nnx_decoder": ("int8", ONE_SIZE)}
 if ALL:
-    SIZES = "batch = [1, 2]\nprompt = [8]\ncontext = [16, 64]"
+    SIZES = {"batch": (1, 2), "prompt": (8,), "context": (16, 64)}
     KINDS |= {"linen_decoder": ("int8", ONE_SIZE), "PlainDecoder": ("float32", ONE_SIZE)}
     KINDS |= {"equinox_decoder": ("bfloat16", SIZES)}
 """A decoder of each kind of module, with its dtype and sizes. Each dtype occurs: all kinds share what a dtype
@@ -72,13 +61,13 @@ def written(run, python, tmp_path_factory):
     save_file({"scale": np.full(3, 2, np.float32)}, directory / "scale.safetensors")
     manifests = []
     for attribute, (dtype, sizes) in KINDS.items():
-        more = 'params = "weights.safetensors"' if attribute.startswith("linen") else ""
-        manifests.append(directory / f"{attribute}.toml")
-        manifests[-1].write_text(
-            MANIFEST.format(
-                name=attribute.lower(), attribute=attribute, dtype=dtype, sizes=sizes, more=more
-            )
-        )
+        model = f'module = "own_decoders:{attribute}"\ndtype = "{dtype}"\naccuracy = false\n'
+        if attribute.startswith("linen"):
+            model += 'params = "weights.safetensors"'
+        more = {"name": attribute.lower(), "model": model, "generate": "draft_tokens = 3"}
+        manifests.append(write_manifest(directory / f"{attribute}.toml", **more, **sizes))
+        with manifests[-1].open("a") as file:
+            file.write(PROGRAM)
     run("build", *manifests, "-o", directory, quick=True)
     bundles = (directory / attribute.lower() for attribute in KINDS)
     done = python(GENERATE, json.dumps(PROMPT), str(COUNT), *bundles)
@@ -163,8 +152,7 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(tmp_path, opt
     first, second = built(decoder), built(decoder)
     assert (first.compiled + first.cached, first.written) == (3, True)
     assert (second.compiled, second.cached, second.written) == (0, 3, False)
-    assert first.digest == second.digest
-    assert first.accuracy == second.accuracy
+    assert (first.digest, first.accuracy) == (second.digest, second.accuracy)
     assert first.accuracy.weights == "int8"
     assert 0 < first.accuracy.logit_difference_millionths < 500_000
     other = equinox.tree_at(lambda each: each.norm.weight, decoder, decoder.norm.weight * 2)

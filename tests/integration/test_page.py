@@ -6,7 +6,6 @@ import time
 import httpx
 import numpy as np
 import pytest
-from tests.extent import cases
 from tests.unit.server.running import running
 from tests.webdriver import Browser, missing
 
@@ -94,20 +93,15 @@ ANSWER = "#messages li.assistant .said"
 NOTE = "#messages li.assistant .soft"
 
 
-def test_a_chat_is_what_the_bundle_says(page, bundles):
+def test_a_chat_and_a_completion_are_what_the_bundle_says(page, bundles):
     greedy(page, 30)
     bundle, messages = bundles["decoder"], []
     for text in ("ab é <b>12</b>", "abc"):
         messages.append({"role": "user", "content": text})
         page.type("#chat-input", text)
         page.press("Enter")
-        count = len(messages) + 1
-        page.wait(
-            lambda count=count: (
-                page.run("return messages.children.length") == count and said(page, NOTE)
-            ),
-            "the answer",
-        )
+        shown = f"return messages.children.length === {len(messages) + 1}"
+        page.wait(lambda shown=shown: page.run(shown) and said(page, NOTE), "the answer")
         ids = bundle.apply_chat_template(messages)
         answer = bundle.generate(ids, temperature=0, max_new_tokens=30).text
         assert said(page, ANSWER) == answer
@@ -117,6 +111,12 @@ def test_a_chat_is_what_the_bundle_says(page, bundles):
     assert "token" in said(page, NOTE)
     page.click("#clear")
     assert page.run("return messages.children.length") == 0
+    page.click("#tab-complete")
+    page.type("#prompt", '{"name": ')
+    page.click("#complete-send")
+    page.wait(lambda: page.text("#completion-stats"), "the completion")
+    answer = bundle.generate('{"name": ', temperature=0, max_new_tokens=30).text
+    assert said(page, "#completion") == '{"name": ' + answer
 
 
 def test_text_comes_while_it_is_made_and_stop_ends_it(page, models, monkeypatch):
@@ -145,17 +145,6 @@ def test_text_comes_while_it_is_made_and_stop_ends_it(page, models, monkeypatch)
     page.wait(lambda: engine.metrics().finished["cancelled"] == before + 2, "the second end")
 
 
-@pytest.mark.thorough
-def test_a_completion_follows_its_prompt(page, bundles):
-    page.click("#tab-complete")
-    greedy(page, 20)
-    page.type("#prompt", '{"name": ')
-    page.click("#complete-send")
-    page.wait(lambda: page.text("#completion-stats"), "the completion")
-    answer = bundles["decoder"].generate('{"name": ', temperature=0, max_new_tokens=20)
-    assert said(page, "#completion") == '{"name": ' + answer.text
-
-
 def test_an_error_is_shown_and_the_page_goes_on(page, shared):
     greedy(page, 5)
     page.run("document.getElementById('chat-input').value = 'ab '.repeat(600)")
@@ -167,19 +156,6 @@ def test_an_error_is_shown_and_the_page_goes_on(page, shared):
     page.click("#chat-send")
     page.wait(lambda: said(page, NOTE), "the answer")
     assert not page.visible("#error")
-
-
-def test_sentences_become_a_table_of_similarities(page, bundles):
-    page.choose("#model", "sentences")
-    page.wait(lambda: page.visible("#embed"), "the form")
-    assert not page.visible("#tab-chat")
-    page.type("#sentences", "a b c\nx y\n\na b")
-    page.click("#embed button")
-    page.wait(lambda: page.visible("#similarity"), "the table")
-    rows = page.run(CELLS)
-    vectors = bundles["sentences"].encode(["a b c", "x y", "a b"])
-    assert np.abs(np.array(rows, float) - vectors @ vectors.T).max() <= 0.0051
-    assert page.text("#embedding-stats").startswith("3 \u00d7 12 numbers")
 
 
 def test_a_function_is_called_with_what_the_form_has(page, bundles, shared):
@@ -210,18 +186,15 @@ def test_a_function_is_called_with_what_the_form_has(page, bundles, shared):
 def test_static_arguments_are_chosen_among_those_of_the_bundle(page):
     page.choose("#model", "powers")
     page.wait(lambda: page.visible("#input-0"), "the form")
-    chosen = '#inputs select[data-name="{}"]'
-    offered = (
-        "return [...document.querySelectorAll('#inputs select')].map(s => s.innerText.split('\\n'))"
-    )
+    selects = "[...document.querySelectorAll('#inputs select')]"
+    offered = f"return {selects}.map(each => each.innerText.split('\\n'))"
     assert page.run(offered) == [["1", "2"], ["up", "down"]]
     page.type("#input-0", "[3, 4]")
-    page.click("#call-form button")
-    page.wait(lambda: said(page, "#results pre") == "3  4", "the result of the first values")
-    page.click(f"{chosen.format('power')} option[value='2']")
-    page.click(f"{chosen.format('way')} option[value='\"down\"']")
-    page.click("#call-form button")
-    page.wait(lambda: said(page, "#results pre") == "-9  -16", "the result of the others")
+    for chosen, result in (({}, "3  4"), ({"power": "'2'", "way": "'\"down\"'"}, "-9  -16")):
+        for name, value in chosen.items():
+            page.click(f'#inputs select[data-name="{name}"] option[value={value}]')
+        page.click("#call-form button")
+        page.wait(lambda result=result: said(page, "#results pre") == result, "the result")
 
 
 def test_the_bundle_its_programs_and_the_figures_of_its_engine_are_shown(page, bundles, models):
@@ -247,17 +220,20 @@ def test_the_bundle_its_programs_and_the_figures_of_its_engine_are_shown(page, b
     assert page.text("#waited") == str(sum(each.waited_for_compile for each in metrics.requests))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("width", cases([920], others=[1280]))
-def test_an_encoder_has_figures_of_its_own(page, models, server, width):
-    page.size(width, 900)
+def test_sentences_become_a_table_and_an_encoder_has_figures_of_its_own(
+    page, bundles, models, server
+):
+    page.size(920, 900)
     page.choose("#model", "sentences")
     page.wait(lambda: page.visible("#embed"), "the form")
-    page.type("#sentences", "a b c\nx y")
+    assert not page.visible("#tab-chat")
+    page.type("#sentences", "a b c\nx y\n\na b")
     page.click("#embed button")
-    engine = models.get("sentences").engine
-    page.wait(lambda: engine.metrics().finished["done"], "the embeddings")
-    done = str(engine.metrics().finished["done"])
+    page.wait(lambda: page.visible("#similarity"), "the table")
+    vectors = bundles["sentences"].encode(["a b c", "x y", "a b"])
+    assert np.abs(np.array(page.run(CELLS), float) - vectors @ vectors.T).max() <= 0.0051
+    assert page.text("#embedding-stats").startswith("3 \u00d7 12 numbers")
+    done = str(models.get("sentences").engine.metrics().finished["done"])
     page.wait(lambda: page.text("#finished") == done, "the number of requests")
     assert page.text("#rate-label") == "Requests a second"
     assert page.text("#whole-p50").endswith("s")
@@ -293,19 +269,14 @@ def test_the_keyboard_is_enough(page):
     assert page.run(outlined) == "solid"
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("width", cases([400], others=[800, 1400]))
-def test_nothing_is_wider_than_the_window_or_too_low_for_a_finger(page, width):
-    page.size(width, 800)
+def test_a_page_is_readable_in_a_narrow_window_and_both_schemes(page):
+    page.size(400, 800)
     page.type("#chat-input", "x" * 300)
     page.press("Enter")
     page.wait(lambda: said(page, ANSWER), "the answer")
     page.click("aside details summary")
-    assert page.run("return document.documentElement.scrollWidth") <= width
+    assert page.run("return document.documentElement.scrollWidth") <= 400
     assert page.run(SMALL) == []
-
-
-def test_text_has_contrast_in_both_schemes(page):
     for scheme in ("light", "dark"):
         page.scheme(scheme)
         for selector in ("body", ".soft", "#tab-chat", "#chat-send", "#error", "dt", "label"):

@@ -1,4 +1,4 @@
-"""Adapters beside the weights: each row its own, none at no cost, loaded and dropped while others run."""
+"""Adapters: merged by a build, or beside the weights, where each row has its own."""
 
 import itertools
 import json
@@ -16,9 +16,20 @@ from tests.manifests import write_manifest
 from tests.parity.adapter_cases import CASES, REFERENCE, write_adapter
 from tests.signers import key_table, signer, write_policy
 
+import prejit.compiler
+from prejit.compiler.progress import Quiet
+from prejit.compiler.rebuilding.build_record import read_recorded
+from prejit.compiler.rebuilding.rebuilt import rebuild
 from prejit.compiler.signing.adapter_signing import sign_adapter
 from prejit.runtime import load
-from prejit.runtime.errors import CheckpointError, UntrustedError, UntrustedWarning, UsageError
+from prejit.runtime.errors import (
+    BuildError,
+    CheckpointError,
+    ManifestError,
+    UntrustedError,
+    UntrustedWarning,
+    UsageError,
+)
 from prejit.server import Engine
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import CanaryShare, Models, Served
@@ -26,18 +37,11 @@ from prejit.server.served.served import CanaryShare, Models, Served
 BUCKETS = {"batch": (1, 8), "prompt": (10,), "context": (48,)}
 SLOTS, RANK = 8, 5
 SIZES = {
-    "attn.c_attn": (24, 72),
-    "attn.c_proj": (24, 24),
-    "mlp.c_fc": (24, 96),
-    "mlp.c_proj": (96, 24),
+    **{"attn.c_attn": (24, 72), "attn.c_proj": (24, 24)},
+    **{"mlp.c_fc": (24, 96), "mlp.c_proj": (96, 24)},
 }
-CONFIG = {
-    "peft_type": "LORA",
-    "r": 3,
-    "lora_alpha": 6,
-    "target_modules": [*SIZES],
-    "use_rslora": True,
-}
+CONFIG = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "use_rslora": True}
+CONFIG["target_modules"] = [*SIZES]
 OPTIONS = {"max_new_tokens": 12, "logprobs": 3, "stop_token_ids": ()}
 PROMPTS = [[place + 1, 7, 11, 3 * place, 5] for place in range(8)]
 
@@ -123,22 +127,16 @@ def test_rows_of_one_batch_have_each_their_own_adapter_or_none(
 
     for number in range(SLOTS):
         bundle.adapters.load(f"a{number}", directories[number])
-    requests = [
-        bundle.request(prompt, adapter=f"a{number}", **OPTIONS)
-        for number, prompt in enumerate(PROMPTS)
-    ]
+    given = [(prompt, {**OPTIONS, "adapter": f"a{n}"}) for n, prompt in enumerate(PROMPTS)]
+    requests = [bundle.request(prompt, **options) for prompt, options in given]
     together, alone = run(bundle, requests), [run(bundle, [each])[0] for each in requests]
-    assert [ids for ids, _ in together] == [ids for ids, _ in alone]
     assert max(map(difference, together, alone)) < 1e-5
-    assert [ids for ids, _ in alone] == [
-        bundle.generate(prompt, adapter=f"a{n}", prompt_lookup=True, **OPTIONS).token_ids
-        for n, prompt in enumerate(PROMPTS)
-    ]
+    for (prompt, options), (ids, _), (others, _) in zip(given, alone, together, strict=True):
+        assert ids == others == bundle.generate(prompt, prompt_lookup=True, **options).token_ids
     with load(make_decoder("gpt2", **BUCKETS), on_mismatch="error") as plain:
         without = run(plain, [plain.request(prompt, **OPTIONS) for prompt in PROMPTS])
-        assert said(bundle.generate(PROMPTS[0], **OPTIONS)) == said(
-            plain.generate(PROMPTS[0], **OPTIONS)
-        )
+        bare = said(plain.generate(PROMPTS[0], **OPTIONS))
+    assert said(bundle.generate(PROMPTS[0], **OPTIONS)) == bare
     none = [bundle.request(prompt, **OPTIONS) for prompt in PROMPTS]
     assert run(bundle, none) == without
     mixed = run(bundle, [*none[:3], *requests[3:6], *none[6:]])
@@ -157,32 +155,27 @@ def test_rows_of_one_batch_have_each_their_own_adapter_or_none(
     assert difference(found, alone[1]) <= 1e-4
 
 
-def changed(tmp_path, **config):
-    return write(tmp_path, 1, CONFIG | config)
+def changed(at, **config):
+    return write(at, 1, CONFIG | config)
 
 
-def other_dtype(tmp_path):
-    file = write(tmp_path, 1) / "adapter_model.safetensors"
-    save_file({name: value.astype(np.int32) for name, value in load_file(file).items()}, file)
-    return tmp_path
+def with_weights(at, change):
+    """Write an adapter, and change its arrays."""
+    file = write(at, 1) / "adapter_model.safetensors"
+    save_file({name: change(value) for name, value in load_file(file).items()}, file)
+    return at
 
 
-def not_finite(tmp_path):
-    file = write(tmp_path, 1) / "adapter_model.safetensors"
-    save_file({name: value * np.float32(np.nan) for name, value in load_file(file).items()}, file)
-    return tmp_path
-
-
-def cut(tmp_path):
-    file = write(tmp_path, 1) / "adapter_model.safetensors"
+def cut(at):
+    file = write(at, 1) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    return tmp_path
+    return at
 
 
-def of_embedding(tmp_path):
+def of_embedding(at):
     name = "base_model.model.transformer.wte.lora_A.weight"
-    write_adapter(tmp_path, CONFIG | {"target_modules": ["wte"]}, {name: (3, 48)}, 1)
-    return tmp_path
+    write_adapter(at, CONFIG | {"target_modules": ["wte"]}, {name: (3, 48)}, 1)
+    return at
 
 
 REFUSED = {
@@ -196,8 +189,14 @@ REFUSED = {
     ),
     "target": (of_embedding, "transformer.wte, which is no matrix that the bundle lets"),
     "not named": (lambda at: changed(at, target_modules=["c_fc"]), "which target_modules of"),
-    "integers": (other_dtype, "lora_A.weight: expected float32, .*; found int32"),
-    "not finite": (not_finite, "expected finite numbers, found others in"),
+    "integers": (
+        lambda at: with_weights(at, lambda value: value.astype(np.int32)),
+        "lora_A.weight: expected float32, .*; found int32",
+    ),
+    "not finite": (
+        lambda at: with_weights(at, lambda value: value * np.float32(np.nan)),
+        "expected finite numbers, found others in",
+    ),
     "cut": (cut, "its bytes are not inside the file"),
     "nothing": (lambda at: at, "adapter_config.json: expected a file, found none"),
 }
@@ -211,31 +210,23 @@ HINTS = {
 
 
 @pytest.mark.thorough
-def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(path, tmp_path, decoder_dir):
-    with load(path, on_mismatch="error") as bundle:
-        for name, (make, problem) in REFUSED.items():
-            at = tmp_path / name
-            at.mkdir()
-            with pytest.raises(CheckpointError, match=problem) as caught:
-                bundle.adapters.load("a", make(at))
-            assert str(at) in str(caught.value)
-            assert HINTS.get(name, "") in (caught.value.hint or "")
-        assert not bundle.adapters.loaded
-        with pytest.raises(
-            UsageError, match="adapter: expected one that is loaded: none; found 'a'"
-        ):
-            bundle.generate([1], adapter="a")
-        with pytest.raises(UsageError, match="adapter: expected a name of letters"):
-            bundle.adapters.load("a:b", write(tmp_path / "good", 1))
-    with (
-        load(decoder_dir, on_mismatch="error") as plain,
-        pytest.raises(UsageError, match="expected a bundle that takes adapters"),
-    ):
-        plain.generate([1], adapter="a")
+def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(bundle, tmp_path):
+    for name, (make, problem) in REFUSED.items():
+        at = tmp_path / name
+        at.mkdir()
+        with pytest.raises(CheckpointError, match=problem) as caught:
+            bundle.adapters.load("a", make(at))
+        assert str(at) in str(caught.value)
+        assert HINTS.get(name, "") in (caught.value.hint or "")
+    assert not bundle.adapters.loaded
+    with pytest.raises(UsageError, match="adapter: expected one that is loaded: none; found 'a'"):
+        bundle.generate([1], adapter="a")
+    with pytest.raises(UsageError, match="adapter: expected a name of letters"):
+        bundle.adapters.load("a:b", write(tmp_path / "good", 1))
 
 
 @pytest.mark.thorough
-def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, directories):
+def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, path, directories):
     adapters = bundle.adapters
     for number in range(SLOTS):
         adapters.load(f"a{number}", directories[number])
@@ -255,7 +246,8 @@ def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, dir
     adapters.load("b", directories[SLOTS])  # of smaller ranks than the one before
     slot = adapters.loaded["b"].slot
     found = bundle.generate(PROMPTS[0], adapter="b", **OPTIONS).token_ids
-    with load_alone(bundle, directories[SLOTS]) as alone:
+    with load(path, on_mismatch="error") as alone:
+        alone.adapters.load("b", directories[SLOTS])
         assert slot != alone.adapters.loaded["b"].slot
         assert found == alone.generate(PROMPTS[0], adapter="b", **OPTIONS).token_ids
 
@@ -272,26 +264,16 @@ def test_an_adapter_of_another_bundle_or_that_is_unloaded_is_refused(
             other.batch(1).insert(request)
         with pytest.raises(UsageError, match=r"adapter 'a': expected sha256:.* of another bundle"):
             other.generate(PROMPTS[0], adapter=given)
-    with (
-        load(decoder_dir, on_mismatch="error") as plain,
-        pytest.raises(UsageError, match="expected a bundle that takes adapters"),
-    ):
-        plain.batch(1).insert(request)
+    with load(decoder_dir, on_mismatch="error") as plain:
+        uses = (lambda: plain.batch(1).insert(request), lambda: plain.generate([1], adapter="a"))
+        for use in uses:
+            with pytest.raises(UsageError, match="expected a bundle that takes adapters"):
+                use()
     bundle.adapters.unload("a")
     assert run(bundle, [request])  # it keeps its slot
     bundle.adapters.load("a", directories[1])
     with pytest.raises(UsageError, match=r"adapter 'a': expected sha256:.* which is unloaded"):
         bundle.generate(PROMPTS[0], adapter=given)
-
-
-def load_alone(bundle, directory):
-    found = load(bundle_path(bundle), on_mismatch="error")
-    found.adapters.load("b", directory)
-    return found
-
-
-def bundle_path(bundle):
-    return str(bundle._open.layers[next(iter(bundle._open.layers))].path).partition("/blobs/")[0]
 
 
 @pytest.mark.thorough
@@ -304,9 +286,8 @@ def test_no_prompt_begins_with_what_another_adapter_has_computed(bundle, directo
     ways = [{"adapter": "a0"}, {}, {"adapter": "a1"}]
     alone = [bundle.generate(prompt, **way, **options).token_ids for way in ways]
     assert len({*alone}) == 3
-    copies = bundle.generate_n(
-        prompt, 3, adapter="a1", **options
-    )  # what they share is computed once
+    # What copies share is computed once.
+    copies = bundle.generate_n(prompt, 3, adapter="a1", **options)
     assert {each.token_ids for each in copies} == {alone[2]}
     engine = Engine(bundle)
     for turn in range(2):
@@ -341,9 +322,8 @@ def test_a_release_that_is_tried_has_the_adapters_of_the_model_or_neither_gets_o
         assert loaded() == [["a1"]] * 2
         for number in range(1, SLOTS):
             tried.adapters.load(f"more{number}", directories[number])
-        with pytest.raises(
-            UsageError, match=r"release next, which a canary tries, takes too: .* slot"
-        ):
+        too = r"release next, which a canary tries, takes too: .* slot"
+        with pytest.raises(UsageError, match=too):
             swaps.load_adapter("m", "a0", str(directories[0]))
         assert loaded()[0] == ["a1"]
 
@@ -370,7 +350,7 @@ def test_a_policy_lets_only_signed_adapters_be_loaded(path, tmp_path, directorie
 
 @pytest.fixture(scope="module")
 def texts(make_decoder, tmp_path_factory):
-    """Bundles with a tokenizer: one that takes adapters, one with other weights, one that takes none."""
+    """One that takes adapters, one with other weights, one that takes none; with a tokenizer."""
     sizes = {"batch": (1, 8), "prompt": (8,), "context": (24,), "draft_tokens": 0}
     sources = [
         write_lettered(tmp_path_factory.mktemp("model") / name, layer_norm_epsilon=epsilon)
@@ -379,10 +359,8 @@ def texts(make_decoder, tmp_path_factory):
     weights = sources[1] / "model.safetensors"
     values = load_file(weights)
     save_file({name: value * np.float32(1.01) for name, value in values.items()}, weights)
-    room = {"adapters": (SLOTS, RANK)}
-    return [make_decoder(each, **sizes, **room) for each in sources] + [
-        make_decoder(sources[0], **sizes)
-    ]
+    taking = [make_decoder(each, **sizes, adapters=(SLOTS, RANK)) for each in sources]
+    return [*taking, make_decoder(sources[0], **sizes)]
 
 
 @pytest.mark.thorough
@@ -395,9 +373,8 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
             for name in ("a0", "a1"):
                 bundle.adapters.load(name, directories[int(name[1])])
             options = {"max_new_tokens": 12, "stop_token_ids": (), "temperature": 0}
-            return {
-                name: bundle.generate("abc", **way, **options).text for name, way in ways.items()
-            }
+            answers = (bundle.generate("abc", **way, **options) for way in ways.values())
+            return dict(zip(ways, (each.text for each in answers), strict=True))
 
     expected = answers_of(path)
     assert len({*expected.values()}) == 3
@@ -420,24 +397,24 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
     def change(what, **body):
         return admin.post(f"/v1/{what}_lora_adapter", json=body, timeout=60)
 
-    assert [text(each) for each in ("m", "m:a0", "a0")] == [
-        expected[each] for each in ("m", "m:a0", "m:a0")
-    ]
+    for name, model in (("m", "m"), ("m:a0", "m:a0"), ("a0", "m:a0")):
+        assert text(name) == expected[model]
     # Log-probabilities of a prompt are those of the adapter.
     with load(path, on_mismatch="error") as bundle:
         bundle.adapters.load("a0", own)
         known = bundle.generate([5], adapter="a0", **OPTIONS)
     body = {"prompt": [5, *known.token_ids], "echo": True, "logprobs": 1, "max_tokens": 0}
-    echoed = httpx.post(f"{server.url}/v1/completions", json=body | {"model": "m:a0"}, timeout=60)
-    found = echoed.json()["choices"][0]["logprobs"]["token_logprobs"]
+    url = f"{server.url}/v1/completions"
+    echoed = httpx.post(url, json=body | {"model": "m:a0"}, timeout=60).json()
+    found = echoed["choices"][0]["logprobs"]["token_logprobs"]
     assert found[1:] == pytest.approx([each.logprob for each in known.logprobs], abs=1e-5)
     assert ask("m:a1").status_code == 404
     for place in ("", "/" + "a" * 5000):
         refused = change("load", lora_name="a1", lora_path=place)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
-    refused = change("load", lora_name="m", lora_path=str(directories[1]))
-    assert refused.status_code == 409
-    assert "expected a name that no model has, found 'm'" in refused.text
+    taken = change("load", lora_name="m", lora_path=str(directories[1]))
+    assert taken.status_code == 409
+    assert "expected a name that no model has, found 'm'" in taken.text
     loaded = change("load", lora_name="a1", lora_path=str(directories[1]))
     assert (loaded.status_code, loaded.json()["model"]) == (200, "m:a1")
     assert change("load", lora_name="a1", lora_path=str(directories[2])).status_code == 409
@@ -468,3 +445,33 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
     assert admin.post("/swap", json={"bundle": str(other)}, timeout=60).status_code == 200
     assert text("m:a0") == answers_of(other)["m:a0"]
     assert server.end() == 0
+
+
+ATTENTION = "base_model.model.transformer.h.0.attn.c_attn"
+ATTENTION_SHAPES = {f"{ATTENTION}.lora_A.weight": (2, 24), f"{ATTENTION}.lora_B.weight": (72, 2)}
+MERGED = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"]}
+
+
+@pytest.mark.thorough
+def test_other_adapters_are_other_weights_in_the_same_programs(build_cache, tmp_path):
+    write_random("gpt2", tmp_path / "gpt2")
+    adapted = 'adapters = ["sql"]\ndtype = "int8"'
+    sizes = {"prompt": (8,), "context": (24,)}
+    manifest = write_manifest(tmp_path / "m.toml", "gpt2", model=adapted, **sizes)
+    options = {"cache": build_cache, "measure": False, "quiet": True}
+    with pytest.raises(ManifestError, match=r"model\.adapters\[0\]: expected a directory"):
+        prejit.compiler.plan(manifest, cache=build_cache)
+    write_adapter(tmp_path / "sql", MERGED, ATTENTION_SHAPES, 1)
+    first = prejit.compiler.build(manifest, tmp_path / "first", **options)
+    recorded = read_recorded(first.path)
+    sources = {(each.base, each.name) for each in recorded.sources}
+    assert {
+        *(("manifest", "sql/adapter_config.json"), ("manifest", "sql/adapter_model.safetensors")),
+        ("model", "model.safetensors"),
+    } <= sources
+    file = tmp_path / "sql" / "adapter_model.safetensors"
+    save_file({name: value * np.float32(2) for name, value in load_file(file).items()}, file)
+    with pytest.raises(BuildError, match=r"sql/adapter_model\.safetensors: expected sha256:"):
+        rebuild(first.path, manifest, progress=Quiet(), workers=1)
+    second = prejit.compiler.build(manifest, tmp_path / "second", **options)
+    assert (second.digest != first.digest, second.compiled) == (True, 0)

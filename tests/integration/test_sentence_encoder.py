@@ -11,9 +11,8 @@ TEXTS = ["a b c", "d", "a b", "c c c c", "e f g"]
 
 @pytest.fixture(scope="module")
 def model(encoder_dir):
-    return SentenceEncoder(
-        encoder_dir, prompts={"query": "q ", "passage": "p "}, on_mismatch="error"
-    )
+    prompts = {"query": "q ", "passage": "p "}
+    return SentenceEncoder(encoder_dir, prompts=prompts, on_mismatch="error")
 
 
 def test_encode_returns_what_the_bundle_does_in_the_forms_of_sentence_transformers(
@@ -42,29 +41,22 @@ def test_vectors_are_cut_before_they_get_length_one(model):
 
 def test_prompts_stand_before_sentences(model):
     wanted = model.encode("q a b")
-    for found in (
-        model.encode("a b", prompt_name="query"),
-        model.encode("a b", prompt="q "),
-        model.encode_query("a b"),
-    ):
+    ways = [model.encode("a b", **given) for given in ({"prompt_name": "query"}, {"prompt": "q "})]
+    for found in (*ways, model.encode_query("a b")):
         np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(model.encode_document("a b"), model.encode("p a b"))
     np.testing.assert_array_equal(model.encode_document("a b", prompt=""), model.encode("a b"))
-    with pytest.raises(
-        UsageError, match=r"prompt_name: expected 'query' or 'passage', found 'qery'"
-    ):
-        model.encode("a", prompt_name="qery")
 
 
-@pytest.mark.parametrize(
-    ("name", "formula"),
-    [
-        ("cosine", lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b)),
-        ("dot", lambda a, b: a @ b),
-        ("euclidean", lambda a, b: -np.sqrt(((a - b) ** 2).sum())),
-        ("manhattan", lambda a, b: -np.abs(a - b).sum()),
-    ],
-)
+FORMULAS = {
+    "cosine": lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b),
+    "dot": lambda a, b: a @ b,
+    "euclidean": lambda a, b: -np.sqrt(((a - b) ** 2).sum()),
+    "manhattan": lambda a, b: -np.abs(a - b).sum(),
+}
+
+
+@pytest.mark.parametrize(("name", "formula"), FORMULAS.items())
 def test_similarity_is_that_of_each_pair(model, name, formula):
     other = SentenceEncoder(model.bundle, similarity_fn_name=name)
     some = np.random.default_rng(1).standard_normal((3, 5), np.float32)
@@ -76,14 +68,12 @@ def test_similarity_is_that_of_each_pair(model, name, formula):
     assert other.similarity(some[0], more).shape == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
+def test_what_a_bundle_cannot_do_is_an_error(model):
+    for options, why in (
         ({"convert_to_tensor": True}, "convert_to_tensor: expected False"),
         ({"precision": "int8"}, "precision: expected 'float32', found 'int8'"),
         ({"output_value": "token_embeddings"}, "output_value: expected 'sentence_embedding'"),
-    ],
-)
-def test_what_a_bundle_cannot_do_is_an_error(model, options, why):
-    with pytest.raises(UsageError, match=why):
-        model.encode("a", **options)
+        ({"prompt_name": "qery"}, "prompt_name: expected 'query' or 'passage', found 'qery'"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            model.encode("a", **options)

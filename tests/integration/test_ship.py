@@ -1,18 +1,27 @@
-"""Bundles ship through real servers and clients, in fresh processes. What moves them imports no jax."""
+"""Bundles ship through real servers and registries, in this process and in fresh ones without jax."""
 
+import base64
 import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from tests.extent import one_in
 from tests.fake_registry import fake_registry
 from tests.processes import ran
-from tests.store_servers import KINDS, moto_as_google
+from tests.store_servers import KINDS, docker_registry, moto_as_google
+from tests.token_service import guarded_registry
 
+from prejit.runtime import load
+from prejit.runtime.__main__ import main
+from prejit.runtime.errors import StoreError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS
+from prejit.runtime.ship.machine_store import BUNDLES
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.shipping import ship
 
 GOLDEN = Path(__file__).parents[1] / "format" / "v1"
 SERVERS = {each.__name__: each for each in (*KINDS[1:], moto_as_google)}
@@ -27,28 +36,16 @@ print(start.hashed_bytes, start.receipt_bytes)
 
 
 @pytest.fixture
-def registry():
-    with fake_registry() as found:
-        yield found
-
-
-@pytest.fixture
 def env(tmp_path):
     """A machine of its own: an empty store, and no receipts."""
-    return {
-        **os.environ,
-        "PREJIT_BUNDLES": str(tmp_path / "store"),
-        "PREJIT_RUNTIME_CACHE": str(tmp_path / "cache"),
-    }
+    own = {"PREJIT_BUNDLES": str(tmp_path / "store")}
+    return {**os.environ, **own, "PREJIT_RUNTIME_CACHE": str(tmp_path / "cache")}
 
 
 def prejit(env, *words):
     """Run a command in a fresh process in which nobody can import jax. Return what it printed."""
-    command = (
-        "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
-        "sys.exit(main())"
-    )
-    return ran(sys.executable, "-c", command, *words, env=env).stdout
+    command = "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
+    return ran(sys.executable, "-c", f"{command}sys.exit(main())", *words, env=env).stdout
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -76,10 +73,144 @@ def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
     ran(sys.executable, "-W", "ignore", "-c", CALL, copied, env=env)
 
 
-def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(registry, env):
-    at = f"oci://{registry.host}/call:v1"
-    prejit(env, "push", GOLDEN / "call", at)
-    prejit(env, "pull", at)
-    done = ran(sys.executable, "-W", "ignore", "-c", CALL, at, env=env)
+def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(env):
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/call:v1"
+        prejit(env, "push", GOLDEN / "call", at)
+        prejit(env, "pull", at)
+        done = ran(sys.executable, "-W", "ignore", "-c", CALL, at, env=env)
     hashed, held = map(int, done.stdout.split()[-2:])
     assert (hashed, held > 0) == (0, True), SETTLED_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path, monkeypatch):
+    """A user who has logged in nowhere, on a machine without bundles."""
+    of_tools = ("REGISTRY_AUTH_FILE", "XDG_CONFIG_HOME", "DOCKER_CONFIG")
+    for name in (*of_tools, "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, place in (("HOME", "home"), ("XDG_RUNTIME_DIR", "run"), (BUNDLES, "store")):
+        monkeypatch.setenv(name, str(tmp_path / place))
+
+
+@pytest.fixture
+def guarded(tmp_path, monkeypatch):
+    with guarded_registry(tmp_path) as found:
+        monkeypatch.setenv("SSL_CERT_FILE", str(found.authority))
+        yield found
+
+
+def log_in(file, host, user, password, **more):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pair = base64.b64encode(f"{user}:{password}".encode()).decode()
+    file.write_text(json.dumps({"auths": {host: {"auth": pair, **more}}}))
+
+
+def of_docker(home, host):
+    log_in(home / ".docker" / "config.json", host, "me", "secret")
+
+
+def of_an_identity(home, host):
+    file = home / ".docker" / "config.json"
+    log_in(file, host, "00000000-0000-0000-0000-000000000000", "", identitytoken="an-identity")
+
+
+def moved(source, target):
+    return ship(parse_reference(str(source)), parse_reference(str(target)))
+
+
+@pytest.mark.parametrize("kept", one_in(2, [of_docker, of_an_identity]))
+def test_the_commands_with_a_login_that_another_tool_keeps(guarded, kept, tmp_path, capsys):
+    kept(tmp_path / "home", guarded.host)
+    at = f"oci://{guarded.host}/team/fleet"
+    other = f"oci://{guarded.host}/team/other:v1"
+    for words in (
+        ("push", str(GOLDEN / "fleet"), f"{at}:v1"),
+        ("tag", f"{at}:v1", "stable"),
+        ("copy", f"{at}:v1", other),
+        ("pull", other),
+        ("pull", f"{at}:stable", "--all", "-o", str(tmp_path / "out")),
+        ("ls", at),
+        ("rm", f"{at}@{audit(GOLDEN / 'fleet', check_generation).digest}"),
+    ):
+        assert main(words) == 0, (words, capsys.readouterr().err)
+    said = capsys.readouterr().out
+    assert "were mounted" in said
+    expected = audit(GOLDEN / "fleet", check_generation)
+    assert said.count(expected.digest) >= 6
+    assert audit(tmp_path / "out", check_generation) == expected
+    # A mount wants two scopes at the same time.
+    assert any(len({each.split(":")[1] for each in scopes}) == 2 for scopes in guarded.asked)
+
+
+def wrong_password(at):
+    at.passwords["me"] = "changed"
+
+
+def ended(at):
+    at.begins, at.ends = -7200, -3600
+
+
+def behind(at):
+    at.begins, at.ends = 3600, 7200
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said", "hint"),
+    [
+        (wrong_password, r"the login of me \(.*config.json\) is refused", "docker login"),
+        (ended, r"the token .* ended 36\d\d s ago by the registry's clock", "set the clocks"),
+        (behind, r"the token .* begins in 3[56]\d\d s by the registry's clock", "set the clocks"),
+    ],
+)
+def test_a_login_that_is_refused_says_why(guarded, breaks, said, hint, tmp_path):
+    of_docker(tmp_path / "home", guarded.host)
+    breaks(guarded)
+    with pytest.raises(StoreError, match=said) as raised:
+        moved(GOLDEN / "call", f"oci://{guarded.host}/team/call:v1")
+    assert hint in str(raised.value.hint)
+    assert "secret" not in str(raised.value)
+    assert len(guarded.asked) == 1 or breaks is not wrong_password  # accounts are locked otherwise
+
+
+def test_who_has_no_login_who_may_only_read_and_who_trusts_no_private_ca(
+    guarded, tmp_path, monkeypatch
+):
+    at = f"oci://{guarded.host}/team/call:v1"
+    with pytest.raises(StoreError, match="no login is kept for this host"):
+        moved(GOLDEN / "call", at)
+    of_docker(tmp_path / "home", guarded.host)
+    moved(GOLDEN / "call", at)
+    log_in(tmp_path / "home" / ".docker" / "config.json", guarded.host, "reader", "glasses")
+    moved(at, tmp_path / "back")
+    with pytest.raises(StoreError, match=r"reader .* may not do this here") as raised:
+        moved(GOLDEN / "fleet", f"oci://{guarded.host}/team/call:v2")
+    assert "as another" in str(raised.value.hint)
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED") as raised:
+        moved(GOLDEN / "call", at)
+    assert "SSL_CERT_FILE" in str(raised.value.hint)
+
+
+def test_a_registry_that_mirrors_another_one_stands_in_for_it(tmp_path, monkeypatch):
+    upstream = docker_registry(tmp_path)
+    if upstream is None:
+        pytest.skip("docker-registry is not installed (Debian has it)")
+    host = upstream.url.removeprefix("oci://").partition("/")[0]
+    mirror = docker_registry(tmp_path, more=f"proxy: {{remoteurl: 'http://{host}'}}\n")
+    upstream.start()
+    mirror.start()
+    try:
+        digest = moved(GOLDEN / "call", f"{upstream.url}:v1").digest
+        with load(f"{mirror.url}:v1") as bundle:
+            assert bundle.digest == digest
+        with pytest.raises(StoreError, match="405") as raised:
+            moved(GOLDEN / "fleet", f"{mirror.url}:v2")
+        assert "mirror" in str(raised.value.hint)
+        upstream.kill()
+        monkeypatch.setenv(BUNDLES, str(tmp_path / "second"))
+        with load(f"{mirror.url}@{digest}") as bundle:
+            assert bundle.digest == digest
+    finally:
+        upstream.kill()
+        mirror.kill()
