@@ -308,3 +308,14 @@ def test_kernels_are_the_same_bytes_with_the_forms_of_the_bundle(
     assert {(each.kind, each.reason) for each in same.parts if each.verdict != "equal"} == {
         ("table", "measured again")
     }
+
+
+@pytest.mark.thorough
+def test_equal_builds_at_once_compile_each_program_once(warm, tmp_path):
+    project = write_project(tmp_path)
+    processes = [warm.start(*arguments(project, f"out{n}"), quick=True) for n in range(3)]
+    built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3
+    assert sum(each["compiled"] for each in built) == 6
+    assert [each["compiled"] + each["cached"] for each in built] == [6] * 3
+    assert len({each["digest"] for each in built}) == 1

@@ -217,3 +217,11 @@ def test_tokens_without_weights_are_found_by_their_names(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: expected cls_token"):
         token_heads(tmp_path, tmp_path, ["sparse"])
+
+
+def test_an_engine_gives_each_caller_its_own(heads):
+    engine = Engine(heads)
+    futures = [engine.submit_encode(TEXTS[::-1]) for _ in range(3)]
+    for future in futures:
+        check_heads(future.result(), (2, 1, 0))
+    engine.close()
