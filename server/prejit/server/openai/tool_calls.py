@@ -81,15 +81,16 @@ class ToolReader:
         if self._state == "start":
             self._start()
         while self._state in ("text", "call"):
-            mark = _OPEN if self._state == "text" else _CLOSE
-            before, found, after = self._held.partition(mark)
-            if not found:
+            end = self._held.find(_OPEN) if self._state == "text" else _end_of_call(self._held)
+            if end < 0:
                 break
-            self._held = after
+            before = self._held[:end]
             if self._state == "text":
+                self._held = self._held[end + len(_OPEN) :]
                 self._add_text(parts, before)
                 self._state = "call"
             else:
+                self._held = self._held[end + len(_CLOSE) :]
                 self._add_call(parts, before, f"{_OPEN}{before}{_CLOSE}")
                 self._state = "text"
         if self._state == "text":
@@ -219,6 +220,15 @@ def _call(value: Any) -> ToolCall | None:
     if isinstance(arguments, str):  # some models write the JSON as a string, as OpenAI's API has it
         return ToolCall(value["name"], arguments)
     return ToolCall(value["name"], encode(arguments).decode())
+
+
+def _end_of_call(text: str) -> int:
+    """Return where the mark stands that ends a call; -1: not yet. Strings may have such a mark, too."""
+    for mark in re.finditer(_CLOSE, text):
+        quotes = re.sub(r"\\.", "", text[: mark.start()], flags=re.DOTALL).count('"')
+        if quotes % 2 == 0:
+            return mark.start()
+    return -1
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -45,6 +45,10 @@ CASES = {
     "text between": (f"{HERMES}\n\nI add.\n{HERMES}\n ", [CALL, "\n\nI add.\n", CALL]),
     "without the last mark": (HERMES.removesuffix("</tool_call>"), [CALL]),
     "broken JSON": ("<tool_call>{a}</tool_call>!", ["<tool_call>{a}</tool_call>!"]),
+    "its marks in a string": (
+        '<tool_call>{"name": "add", "arguments": {"a": "\\"</tool_call>"}}</tool_call>!',
+        [("add", {"a": '"</tool_call>'}), "!"],
+    ),
     "cut off": ('<tool_call>{"name": "ad', ['<tool_call>{"name": "ad']),
     "arguments as text": (
         '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
