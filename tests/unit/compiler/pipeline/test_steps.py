@@ -43,11 +43,15 @@ ROOT = Path(__file__).parents[4]
 STORING = (
     # What keeps results decides none.
     *("prejit.compiler.store.", "prejit.compiler.progress"),
-    *("prejit.runtime.base.files", "prejit.runtime.base.written_files"),
+    *(f"prejit.runtime.base.{name}" for name in ("files", "file_hashing", "written_files")),
     # The digests of a checkpoint's files are in the key, and do not change what is read.
     "prejit.compiler.pipeline.published_files",
     # What runs the user's code apart from other code, and notes what it reads, decides no result.
-    *(f"prejit.compiler.lowering.user.{name}" for name in ("observing", "observer", "modules")),
+    *(
+        f"prejit.compiler.lowering.user.{name}"
+        for name in ("observing", "observer", "modules", "trace_inputs")
+    ),
+    "prejit.compiler.base.python_source:is_in_package",
     "prejit.compiler.manifest.manifest",
 )
 BESIDE = {

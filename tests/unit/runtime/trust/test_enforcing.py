@@ -299,6 +299,7 @@ def test_edited_policies_count_and_damage_has_a_hint(bundle_dir, tmp_path):
 
 
 def test_the_command_line_ends_with_status_5(bundle_dir, policy, tmp_path, ran, monkeypatch):
+    monkeypatch.setenv("PREJIT_TRUST", "")  # --trust adds to it, for the rest of the process
     np.save(tmp_path / "x.npy", X)
     call = ("call", bundle_dir, "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out")
     verify = ("verify", bundle_dir, "--trust")
@@ -306,7 +307,7 @@ def test_the_command_line_ends_with_status_5(bundle_dir, policy, tmp_path, ran, 
     assert "error[untrusted]" in said
     assert "does not let target" in said
     with monkeypatch.context() as patch:
-        patch.setenv("PREJIT_TRUST", str(policy))  # --trust adds to it
+        patch.setenv("PREJIT_TRUST", str(policy))
         ran(*call, status=5)
     assert "error[policy]" in ran(*verify, tmp_path / "gone", status=5).err
     ran(*verify, policy, status=5)
