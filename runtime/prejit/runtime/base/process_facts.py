@@ -165,13 +165,14 @@ def text_of(path: str) -> str:
         return ""
 
 
-def is_alone() -> bool:
-    """Return whether the calling thread is the main thread and no other thread runs Python.
+def is_alone(ours: str = "") -> bool:
+    """Return whether the calling thread is the main thread and no other thread runs Python, but `ours`.
 
     prejit changes settings of the whole process only then, because other threads belong to the host program.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and len(sys._current_frames()) == 1
+    current = threading.current_thread()
+    known = {each.ident for each in threading.enumerate() if each is current or each.name == ours}
+    return current is threading.main_thread() and sys._current_frames().keys() <= known
 
 
 def thread_count() -> int:

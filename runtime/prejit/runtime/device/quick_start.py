@@ -19,6 +19,7 @@ from prejit.runtime.base.process_facts import importing, is_alone, is_plain_star
 from prejit.runtime.base.threads_and_forks import start_thread
 
 _LIBRARY = "libjax_common.so"
+_OPENING = "prejit-open-jaxlib"  # the name of a thread that makes no objects of Python
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 """Variable with the time that OpenBLAS's threads spin before they sleep: 2 to this power of cycles, at least
 4. The default of 26 keeps all cores but one busy for 0.1 s when NumPy is imported
@@ -109,7 +110,7 @@ def open_jaxlib() -> None:
     def open_library() -> None:
         dlopen(os.fsencode(path), flags)  # an error comes again in the import, which reports it
 
-    if (thread := start_thread(open_library, "prejit-open-jaxlib")) is not None:
+    if (thread := start_thread(open_library, _OPENING)) is not None:
         os.register_at_fork(before=thread.join)  # no child gets half of a library
 
 
@@ -214,7 +215,7 @@ def collector_off() -> Iterator[None]:
 
     If other threads run, or the host program turned the collector off, nothing is changed.
     """
-    if is_plain_start() or not is_alone() or not gc.isenabled():
+    if is_plain_start() or not is_alone(_OPENING) or not gc.isenabled():
         yield
         return
     gc.disable()

@@ -75,12 +75,17 @@ AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
         ),
         (THREADED, {}, AS_EVER, "resting.set()"),
         (
+            *(THREADED.replace("wait)", "wait, name='prejit-open-jaxlib')"), {}),
+            [("numpy", False, None), ("jaxlib._jax", False, None)],
+            "resting.set()",  # a library that is still opened keeps no collector on
+        ),
+        (
             *("import gc\ngc.disable()", {"OPENBLAS_THREAD_TIMEOUT": "20"}),
             [("numpy", False, "20"), ("jaxlib._jax", False, "20")],
             "assert not gc.isenabled()\nassert os.environ['OPENBLAS_THREAD_TIMEOUT'] == '20'",
         ),
     ],
-    ids=["one switch turns all off", "beside threads of the host", "settings of the host"],
+    ids=["plain", "beside threads of the host", "beside one of ours", "settings of the host"],
 )
 def test_nothing_is_set_where_a_host_notices(before, env, seen, after, settled_dir, run_python):
     """Threads of the host make garbage, read the environment, and start processes that inherit it."""
@@ -152,7 +157,7 @@ def test_a_start_loads_at_once_what_the_last_one_wanted(decoder_dir, runtime_cac
 @pytest.fixture
 def alone(monkeypatch):
     """As in a process without other threads (pytest-xdist has one), with the collector on."""
-    monkeypatch.setattr("prejit.runtime.device.quick_start.is_alone", lambda: True)
+    monkeypatch.setattr("prejit.runtime.device.quick_start.is_alone", lambda *_: True)
     assert gc.isenabled()
     gc.unfreeze()  # what conftest.py leaves out
     yield
