@@ -143,7 +143,7 @@ test-platforms: $(READY) ## Ray Serve, Triton, BentoML, MLServer, LangChain, Lla
 		tests/integration/test_langchain_and_llama_index.py
 	$(ON_PLATFORMS) $(MLSERVER)/bin/python -m pytest -n0 $(IN_SERVERS)
 
-hostile: $(READY) ## 375 random configurations, tokenizers and manifests, and 600 of requests; writes its figures
+hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
 	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
 damage: $(READY) ## 20,000 changes of any file of a signed bundle, 200 by the command line (25 minutes); writes its figures

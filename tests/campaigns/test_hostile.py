@@ -10,11 +10,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from ..parity import cases, encoder_cases, t5_cases
 from . import junk, processes
 from .campaign import Findings, check, facts, scratch_directory, setting, write_figures
-from .junk import edited, to_json, to_toml
+from .junk import edited, nasty, to_json, to_toml
 
-WHOLE_EXAMPLES = 125  # configurations of each of the three kinds that `make hostile` tries
+WHOLE_EXAMPLES = 125  # configurations of each of the four kinds that `make hostile` tries
 EXAMPLES = setting("HOSTILE_EXAMPLES", 3)
-pytestmark = [pytest.mark.timeout(900 + 60 * EXAMPLES), pytest.mark.thorough]
+pytestmark = pytest.mark.timeout(900 + 60 * EXAMPLES)
 LIMIT_SECONDS = 10 if EXAMPLES >= WHOLE_EXAMPLES else 60
 """`make test` may share its machine with other work."""
 LIMIT_BYTES = 1 << 30
@@ -98,7 +98,7 @@ def campaign(build_cache, tmp_path_factory):
             }
             for kind, outcomes in sorted(made.figures().items())
         }
-        found = {"configurations": 3 * EXAMPLES, "limit_seconds": LIMIT_SECONDS}
+        found = {"configurations": 4 * EXAMPLES, "limit_seconds": LIMIT_SECONDS}
         found |= {"bad_outcomes": len(made.failures), "kinds": kinds}
         write_figures("hostile", facts("jax") | found)
 
@@ -173,6 +173,7 @@ def _use(kind):
     return 0
 
 
+@pytest.mark.thorough
 def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign):
     def attempt(directory, drawn):
         family, dtype, config = drawn
@@ -240,6 +241,7 @@ def _tokenizer_files(random):
     return files
 
 
+@pytest.mark.thorough
 def test_any_tokenizer_is_refused_or_makes_a_bundle_that_takes_text(campaign):
     def attempt(directory, files):
         _write_model(directory, "gpt2")
@@ -275,6 +277,7 @@ def _manifests(random):
     return junk.damaged(content, random) if random.random() < 0.1 else content
 
 
+@pytest.mark.thorough
 def test_any_manifest_is_refused_or_builds(campaign):
     def attempt(directory, manifest):
         _write_model(directory, "gpt2")
@@ -285,3 +288,63 @@ def test_any_manifest_is_refused_or_builds(campaign):
             campaign.run(kind, _main, (*command, "m.toml"), directory, manifest)
 
     campaign.explore(_manifests, attempt)
+
+
+_METHODS = {
+    "generate": (
+        *("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+        *("logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "stop_token_ids", "token_mask", "prompt_lookup", "prefix"),
+    ),
+    "generate_n": ("prompt", "n", "temperature", "seed", "max_new_tokens"),
+    "generate_batch": ("prompts", "sampling", "max_new_tokens"),
+    "stream": ("prompt", "max_new_tokens", "stop", "logprobs"),
+    "prefix": ("prompt",),
+    "batch": ("slots",),
+    "request": ("prompt", "max_new_tokens", "top_k", "stop_token_ids"),
+    "encode": ("sentences", "on_too_long"),
+    "call": ("name", "x"),
+    "apply_chat_template": ("messages", "template", "add_generation_prompt", "tools"),
+}
+"""Methods of Bundle and names of their arguments; the first is passed by position."""
+
+
+def _calls(random):
+    """Draw a method and its arguments, some of them junk."""
+    method = random.choice([*_METHODS])
+    _, *others = _METHODS[method]
+    given = {name: nasty(random) for name in others if random.random() < 2 / len(others)}
+    if "max_new_tokens" in others:
+        given.setdefault("max_new_tokens", 3)
+    if method == "generate_n":
+        given.setdefault("n", 2)  # Python itself refuses a call without it
+    numbers = (*range(29), *junk.NUMBERS, *junk.FLOATS)
+    ids = random.choices(numbers, k=random.randrange(7))
+    return method, [random.choice((nasty(random), ids, [1, 2], "abc"))], given
+
+
+def test_any_argument_of_the_api_gives_a_result_or_an_error_of_prejit(campaign, tmp_path):
+    directory = _write_model(tmp_path / "api", "gpt2")
+    for name, tree in {"tokenizer.json": _tokenizers()[1], **_BESIDE}.items():
+        (directory / "model" / name).write_text(json.dumps(tree))
+    bundle = _built(directory)
+
+    def attempt(directory, drawn):
+        campaign.run("api", _call, (str(bundle), *drawn), directory, drawn)
+
+    campaign.explore(_calls, attempt)
+
+
+def _call(argument):
+    from prejit.runtime import load
+    from prejit.runtime.errors import PrejitError
+
+    path, method, positional, named = argument
+    bundle = load(path, on_mismatch="error")
+    try:
+        result = getattr(bundle, method)(*positional, **named)
+        if method == "stream":
+            list(result)
+    except PrejitError as error:
+        return error.exit_code
+    return 0

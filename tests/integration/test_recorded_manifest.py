@@ -26,6 +26,8 @@ class Point(NamedTuple):
 @jax.jit
 def distance(point):
     return jnp.hypot(*point)
+
+squared = jax.jit(lambda x: x * x)
 """
 MODULE = """
 from functools import partial
@@ -36,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
-from recorded_module import Point, distance
+from recorded_module import Point, distance, squared
 
 class Carry(NamedTuple):
     total: Any
@@ -50,9 +52,12 @@ def plain(x, scale):
     return jnp.tanh(x * scale).sum(axis=0)
 
 @jax.jit
+def dicts(params, x):
+    return jnp.tanh(x @ params["dense"]["kernel"]) + params["bias"]
+
+@jax.jit
 def nested(parts, pair):
-    x = jnp.tanh(pair[0] @ parts["dense"]["kernel"]) + parts["layers"][0]
-    return {"sum": x, "rest": (pair[1], None)}
+    return {"sum": parts["layers"][0] + pair[0], "rest": (pair[1], None)}
 
 @partial(jax.jit, static_argnums=1, static_argnames="mode")
 def by_static(x, steps, mode="fast"):
@@ -87,10 +92,15 @@ dense = linen.Dense(3)
 variables = dense.init(jax.random.key(0), jnp.zeros((1, 4)))
 linen_apply = jax.jit(dense.apply)
 network = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+graph, state = nnx.split(network)
 
 @nnx.jit
 def by_nnx(network, x):
     return network(x)
+
+@jax.jit
+def by_state(state, x):
+    return nnx.merge(graph, state)(x)
 
 @partial(jax.jit, donate_argnums=0)
 def scan(carry, xs):
@@ -116,12 +126,11 @@ def initial():
 CALLS = """
 CALLS = {
     "plain": (plain, [lambda n=n, m=m: ((ones(n, m), np.float32(2)), {}) for n in (1, 8) for m in (4, 6)]),
-    "nested": (nested, [
-        lambda n=n: (
-            ({"layers": [ones(3)], "dense": {"kernel": ones(4, 3)}}, (ones(n, 4), jnp.arange(2))), {}
-        )
+    "dicts": (dicts, [
+        lambda n=n: (({"dense": {"kernel": ones(4, 3)}, "bias": ones(3)}, np.ones((n, 4), np.float32)), {})
         for n in (2, 5)
     ]),
+    "nested": (nested, [lambda: (({"layers": [ones(3)]}, (ones(3), jnp.arange(2))), {})]),
     "static": (by_static, [
         *(lambda n=n: ((ones(3), n), {}) for n in (2, 3)),
         lambda: ((ones(5), 3), {"mode": "slow"}),
@@ -135,9 +144,11 @@ CALLS = {
     "call": (jax.jit(raw), [lambda: ((ones(3),), {}), lambda: ((ones(7),), {})]),
     "vmap": (vectorized, [lambda: ((ones(2, 3),), {})]),
     "module": (distance, [lambda: ((Point(ones(3), ones(3)),), {})]),
+    "lambda": (squared, [lambda: ((ones(3),), {})]),
     "method": (scaler.apply, [lambda: ((ones(4),), {})]),
     "linen": (linen_apply, [lambda: ((variables, ones(2, 4)), {})]),
     "nnx": (by_nnx, [lambda: ((network, ones(2, 4)), {})]),
+    "nnx state": (by_state, [lambda: ((state, ones(2, 4)), {})]),
     "scan": (scan, [lambda: ((Carry(jnp.zeros(3), jax.random.key(1)), ones(5, 3)), {})]),
     "train": (train, [lambda: ((), {**initial(), "x": ones(6, 4)})]),
 }
@@ -151,11 +162,12 @@ if __name__ == "__main__":
     jax.jit(lambda x: x + 1)(1.0)
 """
 PROGRAMS = {
-    **{"plain": ["plain"] * 4, "nested": ["nested"] * 2, "call": ["raw", "raw"]},
+    **{"plain": ["plain"] * 4, "dicts": ["dicts"] * 2, "nested": ["nested"]},
     **{"static": ["by_static", "by_static", "by_static-2"], "literal": ["by_literal"]},
-    **{"default": ["default", "default-2", "default-3"], "vmap": ["vectorized"]},
-    **{"module": ["distance"], "method": ["apply"], "linen": ["linen_apply"], "nnx": ["by_nnx"]},
-    **{"scan": ["scan"], "train": ["train"]},
+    **{"default": ["default", "default-2", "default-3"], "call": ["raw", "raw"]},
+    **{"vmap": ["vectorized"], "module": ["distance"], "lambda": ["squared"], "method": ["apply"]},
+    **{"linen": ["linen_apply"], "nnx": ["by_nnx"], "nnx state": ["by_state"], "scan": ["scan"]},
+    "train": ["train"],
 }
 """The program of each call."""
 
@@ -177,21 +189,26 @@ def recorded(run, tmp_path_factory):
     return manifest
 
 
-@pytest.fixture
-def module(recorded, monkeypatch):
-    monkeypatch.syspath_prepend(recorded.parent)
-    return importlib.import_module(recorded.stem)
+@pytest.fixture(scope="module")
+def bundle(recorded):
+    module = module_of(recorded)
+    found = recorded.parent / "artifacts" / "recorded-script-functions"
+    return load(found, on_mismatch="error", types=[module.Carry])
+
+
+def module_of(recorded):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(recorded.parent)
+        return importlib.import_module(recorded.stem)
 
 
 # flax warns who reads a Param by the name that it has in its pytree.
 @pytest.mark.filterwarnings("ignore:'.value' access is now deprecated:DeprecationWarning")
-def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, module):
-    found = recorded.parent / "artifacts" / "recorded-script-functions"
-    bundle = load(found, on_mismatch="error", types=[module.Carry])
+def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
     sections = {each.name: each for each in read_manifest(recorded).programs}
     assert {*sections} == {program for each in PROGRAMS.values() for program in each}
     assert dict(sections["plain"].buckets) == {"batch": (1, 8), "length": (4, 6)}
-    for shape, (function, calls) in module.CALLS.items():
+    for shape, (function, calls) in module_of(recorded).CALLS.items():
         for call, program in zip(calls, PROGRAMS[shape], strict=True):
             args, kwargs = call()
             expected = function(*args, **kwargs)
@@ -216,8 +233,8 @@ def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
     before, ran = recorded.read_bytes(), tmp_path / "ran"
     # Of other people; without a directory.
     for manifest in (recorded, tmp_path / "sub" / "app.toml"):
-        words = ("--manifest", manifest, "--", sys.executable, "-c", f"open({str(ran)!r}, 'w')")
-        done = run("record", "-o", tmp_path / "b", *words, status=2)
+        command = ("record", "-o", tmp_path / "b", "--manifest", manifest, "--", sys.executable)
+        done = run(*command, "-c", f"open({str(ran)!r}, 'w')", status=2)
         assert f"found {manifest}; nothing was recorded" in done.stderr
     assert recorded.read_bytes() == before
     assert not ran.exists()
@@ -232,21 +249,26 @@ CONFIG = {"scale": 1.0}
 SIGN = 1.0
 jnp.ones(3).sum()  # jax compiles at the import, too
 
+
 @jax.jit
 def by_global(x):
     return x * SIGN
+
 
 @jax.jit
 def by_entry(x):
     return x * CONFIG["scale"]
 
+
 @jax.jit
 def by_variable(x):
     return x * float(os.environ.get("FACTOR", "1"))
 
+
 @jax.jit
 def unchanged(x):
     return x * 3
+
 
 if __name__ == "__main__":
     unchanged(jnp.ones(3))
@@ -273,8 +295,9 @@ def record(run, directory, script):
     """Record a script; return its manifest and what was said."""
     path, manifest = directory / "changed.py", directory / "changed.toml"
     path.write_text(script)
-    words = ("--manifest", manifest, "--", sys.executable, path)
-    return manifest, run("record", "-o", directory / "artifacts" / "changed", *words).stderr
+    bundle = directory / "artifacts" / "changed"
+    done = run("record", "-o", bundle, "--manifest", manifest, "--", sys.executable, path)
+    return manifest, done.stderr
 
 
 def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path):
@@ -285,7 +308,7 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path
         "unchanged": {"x": "float32[{batch}]"},
         "by_global": {"x": "float32[3]"},  # the call after SIGN changed is none of it
     }
-    why = "at changed.py:31: imported anew, it compiles to another"
+    why = "at changed.py:36: imported anew, it compiles to another"
     for name in ("by_global", "by_entry", "by_variable"):
         assert f"left out jit_{name} {why}" in said
 
