@@ -95,7 +95,7 @@ def build_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def environment_cache(tmp_path_factory):
-    """Where environments of targets are made, once for all tests; it is PREJIT_ENVIRONMENTS from here on."""
+    """Make environments of targets once for all tests, in what PREJIT_ENVIRONMENTS then names."""
     kept = os.environ.get("PREJIT_TEST_ENVIRONMENTS")
     path = Path(kept).absolute() if kept else tmp_path_factory.mktemp("environments")
     with pytest.MonkeyPatch.context() as patch:

@@ -21,7 +21,7 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 @dataclass
 class FakeRegistry:
-    """What a registry holds, and how it behaves."""
+    """The content of a registry, and its faults."""
 
     blobs: dict[tuple[str, str], bytes] = field(default_factory=dict)  # by repository and digest
     manifests: dict[tuple[str, str], bytes] = field(default_factory=dict)  # ... and tag or digest

@@ -40,7 +40,7 @@ _MEDIA = "application/vnd.prejit."
 
 @dataclass(frozen=True)
 class Damage:
-    """What happens to which files, by their roles and paths: their new bytes; None: the file goes."""
+    """New bytes of damaged files, by role and path; None: the file is deleted."""
 
     kind: str
     roles: tuple[str, ...]

@@ -113,7 +113,7 @@ class Clients(threading.Thread):
 
 
 def changed(texts):
-    """Return the texts of which one bundle gave several to one prompt."""
+    """Return the texts of prompts that one bundle answered in more than one way."""
     counts = Counter((prompt, bundle) for prompt, _, bundle in texts)
     return [f"other texts: {each}" for each in texts if counts[each[0], each[2]] > 1]
 

@@ -33,7 +33,7 @@ cpu_features = ["64bit", "cmov", "cx8", "fxsr", "sse", "sse2", "sse3", "ssse3", 
 
 @dataclass(frozen=True)
 class Release:
-    """A release beside the base: what is changed, and the checks of which one at least must stop it."""
+    """A release: its change to the base, and its checks. At least one of these must stop it."""
 
     name: str
     checks: tuple[str, ...] = ()

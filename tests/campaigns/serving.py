@@ -33,7 +33,7 @@ KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
 
 
 class Tally:
-    """What all clients saw; of the answered requests up to `most_samples`, any with the same chance."""
+    """Results of all clients, and a random sample of at most `most_samples` answered requests."""
 
     def __init__(self, most_samples):
         self.most_samples, self._seen = most_samples, 0

@@ -1,4 +1,4 @@
-"""What breaks in production, done on purpose: what clients see, which alert fires, what its runbook says."""
+"""Drills of production faults: clients see what is documented, the alert fires, and its runbook helps."""
 
 import contextlib
 import json

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What of JAX is tried in bundles: a table of expressions, by family. Run, it prints the tables of the page.
+"""A table of the JAX expressions that are tried in bundles, by family. As a program it prints the page's tables.
 
 Each entry of a family is `name: expression` over the arrays of `INPUTS`; or `names (arguments)` for functions
 that are called alike. ` | ` stands between entries of a line.

@@ -401,7 +401,7 @@ def test_another_socket_of_systemd_is_refused(bundle_dir, is_datagram):
 CI = ROOT / "deploy" / "ci"
 STEPS = {"first", "candidate", "rollout", "back"}
 SIZES = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
-"""Those of `lettered_dir`: its programs are in the build cache."""
+"""As in `lettered_dir`, so that the build cache has the programs already."""
 GATE_FAILED = 9
 
 needs_tools = pytest.mark.skipif(
@@ -551,7 +551,7 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs=1 RealMemory=4096 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 SMALL = ("--cpus-per-task=1", "--mem=2G")
-"""What the node of the test has."""
+"""What a job asks for, which the node of the test has."""
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ CASES = {case.name: case for case in (*image_cases(), *sight_cases())}
 
 @pytest.fixture(scope="module")
 def reference():
-    """What transformers gave."""
+    """Return the results that transformers gave."""
     found = {}
     for file in (REFERENCE, SIGHT):
         with np.load(file) as recorded:

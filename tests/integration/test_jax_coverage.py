@@ -1,4 +1,4 @@
-"""What of JAX works in a bundle: lowered, compiled, stored and run, against plain JAX, by family."""
+"""The expressions of each family of JAX give in a bundle what they give in plain JAX."""
 
 import importlib
 import re
