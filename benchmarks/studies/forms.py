@@ -90,13 +90,8 @@ def record(
     for some in (missing[at : at + BATCH] for at in range(0, len(missing), BATCH)):
         with WorkerPool(cache) as executor:
             measured = measure_products(some, toolchain, library, cache, executor, progress)
-        recorded = recorded.merged(measured)
-        # What was measured with older kernels goes as it is measured again.
-        latest = {
-            (each.conditions.level, each.product): each
-            for each in (*recorded.entries, *measured.entries)
-        }
-        recorded = FormTable(tuple(latest.values()))
+        # What was measured with older kernels goes as it is measured again on such a CPU.
+        recorded = FormTable(tuple({**recorded.by_cpu, **measured.by_cpu}.values()))
         write_file(RECORDED, to_text(recorded).encode("ascii"))
         for each in measured.entries:
             progress.note(f"{level} {each.product}: {each.nanoseconds} ns")

@@ -94,6 +94,14 @@ class FormTable:
         return {(each.conditions.level, each.product): each for each in self._oldest_first}
 
     @cached_property
+    def by_cpu(self) -> Mapping[tuple[str, str, Product], Measured]:
+        """The latest entry for each level, name of a CPU and product."""
+        return {
+            (each.conditions.level, each.conditions.cpu, each.product): each
+            for each in self._oldest_first
+        }
+
+    @cached_property
     def by_jaxlib(self) -> Mapping[tuple[str, str, Product], Measured]:
         """The latest entry for each level, version of jaxlib and product."""
         return {
@@ -278,9 +286,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-MARGIN = 1.05
-"""A form is chosen if it is more than this many times as fast as the default form. Smaller differences are
-noise, and a form that differs from program to program costs a lowering and a compile."""
+MARGIN = 1.1
+"""A form is chosen if it is more than this many times as fast as the default form. The kernel also adds bias,
+activation and residual, of which XLA makes passes of their own: 5 % of an encoder's layer. And a form that
+differs from program to program costs a lowering and a compile."""
 LEAST_BYTES = 1 << 20
 """Minimum size of a matrix that is measured. With a smaller one the call takes as long as the product."""
 
@@ -323,7 +332,10 @@ class KnownForms:
         found = self.given.by_jaxlib.get((conditions.level, conditions.jaxlib, product))
         found = found or self.given.by_level.get(at)
         found = found or self.own.by_conditions.get((conditions, product))
-        return found or (None if fresh else self.recorded.by_level.get(at))
+        if found or fresh:
+            return found
+        on_this_cpu = self.recorded.by_cpu.get((conditions.level, conditions.cpu, product))
+        return on_this_cpu or self.recorded.by_level.get(at)
 
     def missing(
         self, products: Iterable[Product], conditions: Conditions, *, fresh: bool = False
@@ -343,13 +355,13 @@ class KnownForms:
         Own measurements of other products are ignored: they are from builds of other models, which must not
         change the programs of this one.
         """
-        measured = self.exact(product, conditions) or self.nearest(product, conditions.level)
+        measured = self.exact(product, conditions) or self.nearest(product, conditions)
         form = None if measured is None else fastest_form(measured, product)
         if form is None:
             return FormChoice(product, product.default_form, None)
         return FormChoice(product, form, measured)
 
-    def nearest(self, product: Product, level: str) -> Measured | None:
+    def nearest(self, product: Product, conditions: Conditions) -> Measured | None:
         """Return the measurement of the most similar product, or None if no matrix has its dtype and order.
 
         From the own table only measurements of the same product count, under other conditions.
@@ -357,15 +369,16 @@ class KnownForms:
         alike = (
             each
             for table in (self.given, self.own, self.recorded)
-            for each in table.by_level.values()
+            for each in table.by_cpu.values()
             if (each.product.dtype, each.product.in_out) == (product.dtype, product.in_out)
             and (table is not self.own or each.product == product)
         )
         return min(
             alike,
             key=lambda each: (
-                each.conditions.level != level,
+                each.conditions.level != conditions.level,
                 _distance(each.product, product),
+                each.conditions.cpu != conditions.cpu,
                 each.product,
                 each.conditions.level,
             ),

@@ -209,22 +209,22 @@ def _measured(
     with measuring_alone(store, service.progress):
         # Another build may have measured them meanwhile.
         known = kept_values(store, keys, "microseconds")
-        missing = [each for each in executables if each.spec.name not in known]
-        if not missing:
+        if len(known) == len(executables):
             return known
         service.jobs.wait()
+        # All at once, also those known: they are compared with each other, and machines are busy at times.
         requests = [
             {
                 "executable": each.compiled.executable.digest,
                 "weight_sets": list(each.lowered.weight_sets.values()) or [each.lowered.weights],
                 "arguments": each.lowered.arguments,
             }
-            for each in missing
+            for each in executables
         ]
         kernels = None if library is None else library.digest
         with WorkerProcess(toolchain, store, os.environ) as worker:
             costs = worker.measure(requests, weights, kernels, service.timeout_seconds)
-        for each, microseconds in zip(missing, costs, strict=True):
-            store.put(keys[each.spec.name], {"microseconds": microseconds})
-            known[each.spec.name] = microseconds
-    return known
+        found = dict(zip(keys, costs, strict=True))
+        for name, microseconds in found.items():
+            store.put(keys[name], {"microseconds": microseconds})
+    return found
