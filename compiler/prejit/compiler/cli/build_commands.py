@@ -267,7 +267,7 @@ def _read_all(paths: Sequence[Path]) -> list[Manifest]:
 def _print_built(result: Built, seconds: float) -> None:
     from prejit.compiler.base.suggestions import counted
     from prejit.compiler.progress import tell
-    from prejit.runtime.cli.accuracy_tables import accuracy_table
+    from prejit.runtime.cli.inspect_tables import accuracy_table
 
     if result.packed_by is not None and not result.packed_here:
         tell(

@@ -9,7 +9,7 @@ from prejit.compiler.pages import render
 from prejit.compiler.reporting.build_report import COMPILED, BuildReport
 from prejit.compiler.reporting.time_line import BETWEEN, Placed
 from prejit.runtime.base.wording import size
-from prejit.runtime.cli.accuracy_tables import accuracy_table
+from prejit.runtime.cli.inspect_tables import accuracy_table
 
 _WIDTH, _LABELS, _HEAD, _STEP = 1000, 90, 24, 26
 _PLOT = _WIDTH - _LABELS - 10

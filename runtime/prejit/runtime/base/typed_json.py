@@ -10,11 +10,11 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 from prejit.runtime.errors import RejectError
+from prejit.runtime.records import fields, is_dataclass
 
 MAX_INTEGER = (1 << 63) - 1
 """The largest integer that a file may hold; the smallest is its negative."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,7 +84,7 @@ def verify(path: str, trust: str | None, run: bool, forget: bool, as_json: bool)
         if forget:
             described["forgotten"] = forgotten
         if run:
-            described["answers"] = [each._asdict() for each in answers]
+            described["answers"] = [asdict(each) for each in answers]
         print_json(described)
     return status
 

@@ -14,7 +14,6 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from prejit.runtime.base import process_facts
 from prejit.runtime.device.quick_start import set_log_level
 from prejit.runtime.errors import KernelError
+from prejit.runtime.records import dataclass
 
 JaxlibArray = Any
 """A `jaxlib._jax.ArrayImpl`; `transfer.DeviceArray` says more about it."""

@@ -6,9 +6,9 @@ import contextlib
 import json
 import math
 import re
-from dataclasses import dataclass
 
 from prejit.runtime.format.limits import MAX_DIMENSIONS, MAX_SIZE
+from prejit.runtime.records import dataclass
 
 DTYPES = (
     *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),

@@ -16,12 +16,11 @@ spelling, so a bundle has exactly one. Other tools write `index.json`, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.arrays import Golden, Mesh
 from prejit.runtime.format.limits import MAX_SIZE
 from prejit.runtime.machine.fingerprint import Requirement
+from prejit.runtime.records import dataclass
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 """The dtypes that a KV cache may have."""

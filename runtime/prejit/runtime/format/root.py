@@ -11,7 +11,6 @@ prejit uses its digests alone, and checks the bytes behind them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prejit.runtime.base.files import digest_of, is_digest
@@ -35,6 +34,7 @@ from prejit.runtime.format.names import (
     INDEX_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
 )
+from prejit.runtime.records import replace
 
 _MAX_UNNAMED_BYTES = 4 << 20
 """Maximum size of all blobs together that are read to find out whether they are prejit's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from prejit.runtime.format.checks.program_interfaces import (
 )
 from prejit.runtime.format.names import DRAFT
 from prejit.runtime.programs.ready_programs import Programs
+from prejit.runtime.records import replace
 
 
 class DecoderPrograms:

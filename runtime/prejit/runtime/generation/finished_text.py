@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from prejit.runtime.generation.rows import Usage
 from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.runtime.programs.ready_programs import ProgramReport
+from prejit.runtime.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

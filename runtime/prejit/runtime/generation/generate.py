@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base import arguments
@@ -22,6 +21,7 @@ from prejit.runtime.generation.options import (
 from prejit.runtime.generation.rows import Token, Usage
 from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.runtime.generation.slots import Slots
+from prejit.runtime.records import dataclass
 from prejit.runtime.text.bundle_text import BundleText
 
 if TYPE_CHECKING:

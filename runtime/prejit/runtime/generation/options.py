@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.records import dataclass, field, fields
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.shared_prefix import Prefix
@@ -42,7 +42,8 @@ Check = Callable[[str, Any], Any]
 with, or raises UsageError."""
 
 
-class Option(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
+@dataclass(frozen=True, slots=True)
+class Option:
     """One option of a generation.
 
     Attributes:
@@ -238,7 +239,7 @@ class Request:
         f"0 to {MAX_LOGPROBS}",
         flag=int,
     )
-    token_mask: TokenMask | None = _option(None, arguments.function)  # noqa: RUF009 (a field)
+    token_mask: TokenMask | None = _option(None, arguments.function)
     prompt_lookup: bool = _option(
         False,
         arguments.flag,
@@ -246,8 +247,8 @@ class Request:
         flag=bool,
     )
     draft: bool = _option(True, arguments.flag)
-    prefix: Prefix | None = _option(None, _optional(_prefix))  # noqa: RUF009 (a field)
-    source: Any = _option(  # noqa: RUF009 (a field)
+    prefix: Prefix | None = _option(None, _optional(_prefix))
+    source: Any = _option(
         None,
         _optional(_source),
         "what an encoder-decoder reads: a text, or the path of a .npy file",
@@ -260,13 +261,13 @@ class Request:
         flag=int,
         published=True,
     )
-    adapter: Any = _option(  # noqa: RUF009 (a field)
+    adapter: Any = _option(
         None,
         _optional(_adapter),
         "the directory of an adapter of PEFT, for a bundle that takes some",
         flag=str,
     )
-    images: Any = _option(None, _optional(_adapter))  # noqa: RUF009 (a field)
+    images: Any = _option(None, _optional(_adapter))
     namespace: Namespace = ()
 
     def __post_init__(self) -> None:

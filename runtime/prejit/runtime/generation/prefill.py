@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from prejit.runtime.generation.sampling_arguments import (
     place_sampling,
     read_logprob,
 )
+from prejit.runtime.records import dataclass
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.prefixes import CompactPrefix

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Namespace, Request
 from prejit.runtime.generation.sampling_arguments import Logprob, bias_row, check_bias
+from prejit.runtime.records import dataclass, field
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.prompt_lookup import PromptLookup

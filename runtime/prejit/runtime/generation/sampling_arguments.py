@@ -7,7 +7,6 @@ their sources.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Sampling
+from prejit.runtime.records import dataclass
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

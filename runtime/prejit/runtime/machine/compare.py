@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
+from prejit.runtime.records import replace
 from prejit.runtime.verdict import Axis, Verdict
 
 

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import from_any_json, shown
 from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.records import dataclass, replace
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """The platforms that portable programs may be lowered for."""
@@ -264,7 +264,9 @@ def _accelerator() -> dict[str, Any]:
         and find_spec("libtpu") is None
     ):
         return {}
-    from prejit.runtime.machine.accelerator import find_accelerator  # few machines have one
+    from dataclasses import asdict  # few machines have one
+
+    from prejit.runtime.machine.accelerator import find_accelerator
 
     found = find_accelerator(os.environ)
     return {} if found is None else asdict(found)

@@ -17,12 +17,13 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 from prejit.runtime.base.files import Identity, digest_of, is_digest, store_errors
 from prejit.runtime.base.process_facts import is_plain_start
-from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.typed_json import from_plain, to_json
 from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.records import dataclass
 
 
 def cache_root() -> Path:
@@ -98,7 +99,8 @@ def _first_programs_file(digest: str) -> Path:
     return cache_root() / "starts" / "v1" / f"{digest.removeprefix('sha256:')}.json"
 
 
-class KeptAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
     """The answer of an executable (its digest) on this machine: whether it was right, and where it is.
 
     `difference`: what it returned instead, for people; empty: it was right.
@@ -125,15 +127,9 @@ def read_answer(path: Path) -> KeptAnswer | None:
             return None
         raise RejectError(str(path), "expected a kept answer, found an empty file", hint=_HINT)
     try:
-        plain = json.loads(content)
-        answer = KeptAnswer(**plain)
-    except (ValueError, TypeError, RecursionError) as error:
+        return from_plain(KeptAnswer, json.loads(content))
+    except (ValueError, RecursionError) as error:
         raise RejectError(str(path), f"expected a kept answer: {error}", hint=_HINT) from error
-    if not isinstance(answer.right, bool) or not all(isinstance(text, str) for text in answer[1:]):
-        raise RejectError(
-            str(path), "expected a kept answer, found values of other types", hint=_HINT
-        )
-    return answer
 
 
 _HINT = "remove the file: prejit checks the executable again"
@@ -142,7 +138,7 @@ _HINT = "remove the file: prejit checks the executable again"
 def write_answer(path: Path, answer: KeptAnswer) -> bool:
     """Write a kept answer whole. Return whether it is there now."""
     # The first result waits for it: a right answer may be lost by a power cut, and is asked again.
-    write_own(path, json.dumps(answer._asdict()).encode(), is_synced=not answer.right)
+    write_own(path, to_json(answer), is_synced=not answer.right)
     with contextlib.suppress(RejectError):
         return read_answer(path) == answer
     return False

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.process_facts import Span, span
@@ -21,6 +20,7 @@ from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
 from prejit.runtime.format.checks.program_table import check_array
+from prejit.runtime.records import dataclass
 
 if TYPE_CHECKING:
     from prejit.runtime.format.constants import Constant

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from typing import final
@@ -17,6 +16,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, Decoder, ProgramEntry
 from prejit.runtime.format.limits import MAX_CACHE_ARRAYS, MAX_DEPTH
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
+from prejit.runtime.records import replace
 
 BUCKETS = {
     "prefill": ("batch", "context", "prompt"),

@@ -77,7 +77,7 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
             )
         calls = calls or program.calls is not None
     if (config.mesh, config.weight_shardings, config.requirement.device_count) != (None,) * 3:
-        from prejit.runtime.format.checks.mesh_checks import check_mesh
+        from prejit.runtime.format.checks.seldom_parts import check_mesh
 
         check_mesh(config)
     models: tuple[Config, ...] = (config,)
@@ -350,7 +350,7 @@ def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
     """
     array = Array.parse(text)
     if array.sharding:
-        from prejit.runtime.format.checks.mesh_checks import check_split
+        from prejit.runtime.format.checks.seldom_parts import check_split
 
         check_split(array.sharding, array.shape, mesh)
     return array
@@ -370,6 +370,6 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
 
         check_layer_shapes(config, config.encoder.layers, shapes)
     if config.weight_shardings:
-        from prejit.runtime.format.checks.mesh_checks import check_weight_shardings
+        from prejit.runtime.format.checks.seldom_parts import check_weight_shardings
 
         check_weight_shardings(config, shapes)

@@ -1,4 +1,4 @@
-"""Checks of what few loads need: templates, a user's libraries, recorded files, encoders, drafts, sources."""
+"""Checks of what few loads need: templates, libraries of a user, recorded files, encoders, drafts, meshes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from prejit.runtime.base.files import is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
+from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import (
     Config,
     Decoder,
@@ -23,6 +24,7 @@ from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL, encoder_bucket_name
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.checks.program_interfaces import ENCODER_KINDS, is_rewindable
+from prejit.runtime.format.mesh_splits import parse_sharding
 from prejit.runtime.format.names import (
     DRAFT,
     LIBRARY_MEDIA_TYPE,
@@ -397,3 +399,43 @@ def parted(config: Config) -> tuple[Config, Config]:
     plain = tuple(replace(each, kind=each.kind.removeprefix(DRAFT)) for each in drafts)
     one = replace(config, decoder=draft, encoder=None, images=None, draft=None, programs=plain)
     return replace(config, draft=None, programs=left), one
+
+
+def check_mesh(config: Config) -> None:
+    """Check the mesh of a config, and that the machines have its devices."""
+    mesh, needed = config.mesh, config.requirement.device_count
+    size = 1 if mesh is None else mesh.size
+    if size > limits.MAX_MESH_DEVICES:
+        raise ValueError(
+            f"expected a mesh of at most {limits.MAX_MESH_DEVICES} devices, found {size}"
+        )
+    # A process makes as many CPU devices as it wants: only accelerators have to be counted.
+    if needed != size and not (
+        needed is None and (size == 1 or config.requirement.platform == "cpu")
+    ):
+        raise ValueError(f"expected device_count {size}, the size of the mesh; found {needed}")
+    if config.weight_shardings is not None and mesh is None:
+        raise ValueError("expected a mesh for weight_shardings, found none")
+
+
+def check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
+    """Check that a mesh splits an array evenly."""
+    for axis, extent in zip(sharding, shape, strict=False):  # nothing split: no sharding
+        parts = 0 if mesh is None else mesh.parts(axis)
+        if axis and (not parts or extent % parts):
+            found = parts or "no mesh with it"
+            raise ValueError(f"expected a mesh whose {axis!r} divides {extent}, found {found}")
+
+
+def check_weight_shardings(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a mesh splits tensors of the weights layer evenly."""
+    for name, text in (config.weight_shardings or {}).items():
+        if name not in shapes:
+            raise ValueError(f"weight_shardings: no tensor {name!r:.80}")
+        try:
+            sharding = parse_sharding(text, len(shapes[name]))
+            check_split(sharding, shapes[name], config.mesh)
+        except ValueError as error:
+            raise ValueError(f"weight_shardings: {name}: {error}") from error
+        if not sharding:
+            raise ValueError(f"weight_shardings: {name}: expected a mesh axis, found none")
