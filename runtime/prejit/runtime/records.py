@@ -62,22 +62,26 @@ else:
         return type(value)(**(kept | changes))
 
     def _init(self, /, *given, **named):
-        of, who = self.__record_fields__, f"{type(self).__name__}.__init__()"
-        values = dict(zip(of, given, strict=False))
+        of = self.__record_fields__
+        values = dict(zip(of, given, strict=False)) if given else {}
         if len(given) > len(of):
-            raise TypeError(f"{who} takes {len(of)} arguments but {len(given)} were given")
-        if unknown := [name for name in named if name not in of or name in values]:
-            raise TypeError(f"{who} got an unexpected keyword argument {unknown[0]!r}")
+            _refuse_arguments(self, f"takes {len(of)} arguments but {len(given)} were given")
+        if given or not named.keys() <= of.keys():
+            for name in named:
+                if name not in of or name in values:
+                    _refuse_arguments(self, f"got an unexpected keyword argument {name!r}")
         values |= named
         for name, each in of.items():
-            value = values.get(name, each.default)
+            value = values[name] if name in values else each.default
             if value is _MISSING:
                 if "default_factory" not in each.told:
-                    raise TypeError(f"{who} missing 1 required positional argument: {name!r}")
+                    _refuse_arguments(self, f"missing 1 required positional argument: {name!r}")
                 value = each.told["default_factory"]()
             _put(self, name, value)
-        if (check := getattr(self, "__post_init__", None)) is not None:
-            check()
+        self.__post_init__()
+
+    def _refuse_arguments(self, problem):
+        raise TypeError(f"{type(self).__name__}.__init__() {problem}")
 
     def _values(self):
         return [getattr(self, name) for name in self.__record_fields__]
@@ -115,6 +119,7 @@ else:
 
     _METHODS = {
         "__init__": _init,
+        "__post_init__": lambda self: None,
         "__repr__": _repr,
         "__eq__": _eq,
         "__getstate__": _values,
