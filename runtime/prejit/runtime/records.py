@@ -72,7 +72,7 @@ else:
                     _refuse_arguments(self, f"got an unexpected keyword argument {name!r}")
         values |= named
         for name, each in of.items():
-            value = values[name] if name in values else each.default
+            value = values.get(name, each.default)
             if value is _MISSING:
                 if "default_factory" not in each.told:
                     _refuse_arguments(self, f"missing 1 required positional argument: {name!r}")
