@@ -46,7 +46,8 @@ else:
 
     def fields(kind):
         """Return the fields of a dataclass."""
-        if (of := getattr(kind, "__record_fields__", None)) is not None:
+        cls = kind if isinstance(kind, type) else type(kind)
+        if (of := vars(cls).get("__record_fields__")) is not None:
             return tuple(of.values())
         from dataclasses import fields as fields_of_others
 
@@ -86,9 +87,12 @@ else:
     def _values(self):
         return [getattr(self, name) for name in self.__record_fields__]
 
-    def _set_values(self, values):
-        for name, value in zip(self.__record_fields__, values, strict=True):
-            _put(self, name, value)
+    def _state(self):
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def _set_state(self, state):
+        for each, value in zip(fields(self), state, strict=True):
+            _put(self, each.name, value)
 
     def _repr(self):
         pairs = zip(self.__record_fields__, _values(self), strict=True)
@@ -107,23 +111,29 @@ else:
 
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
-    class _StandardFields:
-        """The fields as `dataclasses` has them, made when it first asks."""
+    class _OfStandard:
+        """What `dataclasses` keeps in a class, made when it first asks."""
+
+        def __init__(self, name):
+            self.name = name
 
         def __get__(self, value, kind):
             from dataclasses import field, make_dataclass
 
             of = [(each.name, each.type, field(**each.told)) for each in fields(kind)]
-            kind.__dataclass_fields__ = make_dataclass(kind.__name__, of).__dataclass_fields__
-            return kind.__dataclass_fields__
+            made = make_dataclass(kind.__name__, of, frozen=kind.__setattr__ is _refuse)
+            kind.__dataclass_fields__ = made.__dataclass_fields__
+            kind.__dataclass_params__ = made.__dataclass_params__
+            return getattr(kind, self.name)
 
     _METHODS = {
         "__init__": _init,
         "__post_init__": lambda self: None,
         "__repr__": _repr,
         "__eq__": _eq,
-        "__getstate__": _values,
-        "__setstate__": _set_values,
-        "__dataclass_fields__": _StandardFields(),
+        "__getstate__": _state,
+        "__setstate__": _set_state,
+        "__dataclass_fields__": _OfStandard("__dataclass_fields__"),
+        "__dataclass_params__": _OfStandard("__dataclass_params__"),
     }
     _FROZEN = {"__hash__": _hash, "__setattr__": _refuse, "__delattr__": _refuse}

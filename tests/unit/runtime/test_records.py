@@ -105,5 +105,16 @@ def test_errors_name_the_argument():
         Frozen(1).x = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class More(Frozen):
+    z: int = 0
+
+
+def test_a_dataclass_of_the_standard_library_may_inherit_from_one():
+    more = More(1, z=4)
+    assert (more.sum(), more, more == More(1)) == (3, copy.copy(more), False)
+    assert [each.name for each in records.fields(more)] == ["x", "y", "tags", "z"]
+
+
 def test_they_pickle():
     assert pickle.loads(pickle.dumps(Frozen(1, 3))) == Frozen(1, 3)
