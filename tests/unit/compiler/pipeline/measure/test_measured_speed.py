@@ -43,7 +43,7 @@ def costs_of(tmp_path, monkeypatch):
                 spec=Stub(kind="layer", name=name),
                 job=Stub(key=Key("compile", name, (("name", name),))),
                 compiled=Stub(executable=Stub(digest=name)),
-                lowered=Stub(weight_sets={}, weights=(), arguments=()),
+                lowered=Stub(weight_sets={}, weights=(), arguments=(), estimated_microseconds=7),
             )
             for name in names
         ]
