@@ -354,8 +354,15 @@ def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_pa
     assert main([*call, "--arg", f"0={tmp_path / 'key.npy'}"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert results == {"result": {"dtype": "float32", "shape": []}}
-    assert main([*call, "--static", "mode=1"]) == 2
-    assert "expected a name of a static argument of 'normal'" in capsys.readouterr().err
+    train = ["call", str(path), "train", "-o", str(tmp_path)]
+    for begun, static, problem in (
+        (call, "mode=1", "expected a name of a static argument of 'normal', found 'mode'"),
+        (train, "mdoe=1", "found 'mdoe' (did you mean 'mode'?)"),
+        (train, "mode", "--static: expected NAME=VALUE, found 'mode'"),
+        (train, "=1", "--static: expected NAME=VALUE, found '=1'"),
+    ):
+        assert main([*begun, "--static", static]) == 2
+        assert problem in capsys.readouterr().err
 
 
 MLIR = "module {{ func.func @main(%x: {0}) -> {0} {{ return %x : {0} }} }}"
