@@ -217,8 +217,9 @@ def test_a_longer_sentence_than_every_shape_is_cut_off_with_one_warning_or_refus
     with pytest.warns(TruncationWarning, match="2 of 3 .* 512 tokens, the longest shape") as told:
         bundle.encode([text, "a", text])
     assert [each.filename for each in told] == [__file__]
-    with pytest.warns(TruncationWarning):
+    with pytest.warns(TruncationWarning) as told:
         encoded = bundle.encode_batch([text, "a", text])
+    assert [each.filename for each in told] == [__file__]
     assert encoded.stats.truncated == 2
     assert np.abs(encoded.embeddings[[0, 2]] - module(cut)).max() <= 1e-5
     with pytest.raises(ContextError, match="at most 512 tokens"):

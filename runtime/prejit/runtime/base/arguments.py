@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, NoReturn, TypeVar
@@ -248,3 +249,11 @@ def _as_integer(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except Exception:  # not an integer, or __index__ raised
         return None
+
+
+def callers_level() -> int:
+    """Return the stack level, as the function that calls this one sees it, of the code that called prejit."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("prejit."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -35,11 +35,8 @@ def tokenize_pairs(
     documents: str | Sequence[str],
     on_too_long: OnTooLong,
     instruction: str | None = None,
-    caller: int = 3,
 ) -> Tokenized:
     """Return the token ids of pairs, as transformers' tokenizers make them, or of the model's template.
-
-    `caller` is the stack level of the user's code, for a warning.
 
     A pair that is too long loses tokens of its longer text, one after the other (`longest_first`). One of a
     template loses those before the end of the template.
@@ -89,7 +86,11 @@ def tokenize_pairs(
         )
         if on_too_long == "error":
             raise ContextError(f"expected pairs of at most {limit} tokens: {what}")
-        warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=caller)
+        warnings.warn(
+            f"{what}: they are cut off there",
+            TruncationWarning,
+            stacklevel=arguments.callers_level(),
+        )
         cutting = Library.from_str(tokenizer.library.to_str())
         cutting.enable_truncation(limit)
         cut = tokenizer.encoded(

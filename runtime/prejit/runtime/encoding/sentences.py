@@ -23,10 +23,6 @@ Embeddings = np.ndarray[Any, np.dtype[np.float32]]
 OnTooLong = Literal["truncate", "error"]
 """What to do with a sentence that is too long."""
 
-_CALLER = 5
-"""Stack level of the user's code for a warning from `shorten`: behind `tokenize`, its caller, and a method of
-the public API."""
-
 
 class Tokenized(NamedTuple):
     """Sentences as an encoder takes them.
@@ -216,7 +212,9 @@ def shorten(
         ids = sentences[place]
         kept = end if end and len(end) < limit and ids[-len(end) :] == end else []
         sentences[place] = [*ids[: limit - len(kept)], *kept]
-    warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=_CALLER)
+    warnings.warn(
+        f"{what}: they are cut off there", TruncationWarning, stacklevel=arguments.callers_level()
+    )
     return len(too_long)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from prejit.runtime.base import arguments
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import portable as portable_programs
 from prejit.runtime.errors import FallbackWarning
@@ -77,16 +77,8 @@ def count_open_size(bundle: str, name: str) -> None:
         f"{bundle}: no bucket has the sizes of {name}, so it is compiled here, once; add them to the "
         "manifest's buckets to compile it ahead of time",
         FallbackWarning,
-        stacklevel=_callers_level(),
+        stacklevel=arguments.callers_level(),
     )
-
-
-def _callers_level() -> int:
-    """Return the stack level, as the function that calls this one sees it, of the code that called prejit."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("prejit."):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _resized(array: Array, sizes: Mapping[str, int]) -> tuple[int, ...]:

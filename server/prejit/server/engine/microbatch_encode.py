@@ -107,7 +107,7 @@ class Encoding:
             QueueFullError: too many calls wait.
             ClosedError: `close` or `drain` was called.
         """
-        tokenized = self._tokenizing(*given)()
+        tokenized = self._tokenized(*given)
         job = self._job(tokenized, timeout)
         job.client, job.limits = client, limits
         if job.rows:
@@ -129,7 +129,7 @@ class Encoding:
         Raises:
             DeadlineError: the timeout has passed.
         """
-        tokenized = self._tokenizing(*given)()
+        tokenized = self._tokenized(*given)
         count = len(tokenized.ids)
         if timeout is None and count <= self._most:
             with self._lane.alone(count) as ran:
@@ -153,21 +153,20 @@ class Encoding:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
         self._lane.close()
 
-    def _tokenizing(
+    def _tokenized(
         self,
         sentences: Any,
         on_too_long: OnTooLong,
         prompt_name: str | None,
         instruction: str | None,
-    ) -> Callable[[], Tokenized]:
-        """Return what tokenizes sentences or pairs. Its caller calls it: warnings count the frames."""
+    ) -> Tokenized:
+        """Return the token ids of sentences or pairs."""
         encoder, text = self._encoder, self._text
         if encoder.encoder.scores is None:
-            return partial(tokenize, encoder, text, sentences, on_too_long, prompt_name)
+            return tokenize(encoder, text, sentences, on_too_long, prompt_name)
         queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
         query = None if queries and queries[0] is None else queries
-        given = (encoder, text, query, documents, on_too_long, instruction)
-        return partial(tokenize_pairs, *given, caller=4)
+        return tokenize_pairs(encoder, text, query, documents, on_too_long, instruction)
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""

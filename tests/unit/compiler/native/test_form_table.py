@@ -90,7 +90,9 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     assert recorded.missing([LARGE], HERE) == ()
     assert recorded.missing([LARGE], HERE, fresh=True) == (LARGE,)
     own_cpu = measured(loop=1, kernel=9)
-    newer = measured(conditions=replace(HERE, cpu="Intel Xeon"), date="2026-11-21", kernel=1, loop=9)
+    newer = measured(
+        conditions=replace(HERE, cpu="Intel Xeon"), date="2026-11-21", kernel=1, loop=9
+    )
     both = KnownForms(recorded=table(own_cpu, newer))
     for product in (LARGE, replace(LARGE, rows=2)):  # itself, and the nearest
         assert both.choice(product, HERE).measured == own_cpu
