@@ -256,7 +256,7 @@ WRONG = {
         ({"max_completion_tokens": 2}, "max_tokens", "without max_completion_tokens"),
         ({"tools": [ADD] * 129}, "tools", "tools"),
         ({"tools": [ADD] * 2}, "tools", "each name once"),
-        ({"tools": [NO_GRAMMAR]}, None, "tools[0].function.parameters"),
+        ({"tools": [NO_GRAMMAR]}, "tools[0].function.parameters/properties/a", "expected"),
         ({"modalities": ["audio"]}, "modalities[0]", ""),
         ({"top_logprobs": 2}, "top_logprobs", "expected logprobs"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "chat_template"),

@@ -106,7 +106,12 @@ async def _mask_of_calls(
             special_id=asked.served.bundle.tokenizer.special_id,
         )
 
-    return await _compiled(asked, source)
+    try:
+        return await _compiled(asked, source)
+    except UsageError as error:  # the schema of a strict function
+        refused = as_api_error(error)
+        refused.param = refused.message.partition(":")[0]
+        raise refused from error
 
 
 def _teaches(served: Served, mark: str) -> bool:
