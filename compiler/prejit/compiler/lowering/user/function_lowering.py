@@ -35,6 +35,7 @@ from prejit.compiler.lowering.user.source_modules import modules_of
 from prejit.compiler.lowering.user.trace_inputs import is_installed
 from prejit.compiler.lowering.user.traced_primitives import (
     CALLBACKS,
+    INDEXING,
     PALLAS,
     called_files,
     count_operations,
@@ -190,11 +191,13 @@ def lower_function(
     def trials() -> tuple[SizedTrial, ...]:
         """Return the function at other sizes. Where it raises an error there is nothing to compare."""
         found = []
+        has_places = bool(find_calls(jaxpr, *INDEXING))
         for sizes, padded in _trial_sizes(user, program, spec, jaxpr):
             with contextlib.suppress(PrejitError), user.modules.tracing(what):
                 values = (user.weights, *data_at({**spec.bucket, **sizes}))
                 at_size = export_program(function, values, ("cpu",), calls=calls)
-                found.append(SizedTrial(sizes, padded, at_size.mlir_module_serialized))
+                module = at_size.mlir_module_serialized
+                found.append(SizedTrial(sizes, padded, has_places, module))
         return tuple(found)
 
     modules: tuple[str, ...] = ()

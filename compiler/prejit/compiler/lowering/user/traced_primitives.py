@@ -31,6 +31,12 @@ CALLBACKS = {
 
 PALLAS = "pallas_call"
 
+INDEXING = (
+    *("gather", "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter-mul"),
+    *("scatter-min", "scatter-max", "scatter-sub"),
+)
+"""Primitives that read or write arrays at places that they are given."""
+
 _LIBRARIES = ("jax", "jaxlib", "flax", "prejit")
 
 
