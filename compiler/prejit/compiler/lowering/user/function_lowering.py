@@ -40,6 +40,7 @@ from prejit.compiler.lowering.user.traced_primitives import (
     called_files,
     count_operations,
     find_calls,
+    noting_files,
     source_files,
 )
 from prejit.compiler.lowering.user.varying_sizes import (
@@ -132,7 +133,8 @@ def lower_function(
                 hint="list the arguments in their order, as in args = [...]",
             )
     pure = contextlib.nullcontext() if program.impure else refusing_nondeterminism(what)
-    with user.modules.tracing(what), _on(mesh), pure:
+    files = set[str]()
+    with user.modules.tracing(what), _on(mesh), pure, noting_files(files):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()
     _refuse_callbacks(jaxpr, what)
@@ -204,7 +206,8 @@ def lower_function(
     if user.parameters is not None:  # `jit` takes it
         with user.modules.in_use():
             held = (user.function, example.value, tuple(spec.static.values()))
-            modules = modules_of(held, called_files(jaxpr, __file__))
+            own = {file for file in files if not is_installed(file)}
+            modules = modules_of(held, called_files(jaxpr, __file__) | own)
         if isinstance(program.fn, str):
             modules = tuple(sorted({program.fn.partition(":")[0], *modules}))
     return LoweredProgram(
