@@ -332,9 +332,13 @@ def test_functions_without_a_name_are_compared_by_what_they_are_made_of(events, 
     assert jitted.stats().traced == ("renewed",)
     assert found.apply is not state.apply
     same(found.params, jax.jit(renewed)(state, x).params)
-    changed = strict(wraps(renewed)(lambda state, x: x), name="renewed")
+    changed = wraps(renewed)(lambda state, x: x)
+    with pytest.raises(UsageError, match="renewed: place in its file: expected "):
+        strict(changed)(state, x)
+    place = {"co_name": "renewed", "co_firstlineno": renewed.__code__.co_firstlineno}
+    changed.__code__ = changed.__code__.replace(**place)
     with pytest.raises(UsageError, match="it has changed since the build"):
-        changed(state, x)
+        strict(changed)(state, x)
 
 
 def test_weak_types_are_those_of_jax(bundle_path, events, strict):

@@ -115,10 +115,16 @@ BUILT_FROM_PYTHON = {
     "lib.py": (
         "def compose(outer, inner):\n    return lambda x: outer(inner(x))\n"
         "def apply(x, net):\n    return net(x)\n"
+        "def scaled(held, rate_of):\n    return lambda x: x * rate_of(held)()\n"
+        "def first(held):\n    return held[0]\n"
+        "def named(held):\n    return held.rate\n"
+        "RATES = {}\n"
+        "def registered(x):\n    return x * RATES['rate']()\n"
         "def half(x):\n    return x / 2\n"
     ),
     "hidden.py": "def square(x):\n    return x * x\n",
     "computed.py": "def shift(x):\n    return x + 3\n",
+    "rates.py": "import lib\ndef rate():\n    return 2.0\nlib.RATES['rate'] = rate\n",
     "named.py": "RATE = 2.0\n",
     "unlisted/site-packages/copied.py": "def twice(x):\n    return x * 2\n",
     "beside/hidden.py": "raise RuntimeError",  # another module of the same name
@@ -128,7 +134,9 @@ import importlib, json, sys, warnings
 from dataclasses import dataclass
 from pathlib import Path
 sys.path.append("../unlisted/site-packages")
-import copied, hidden, jax.numpy as jnp, lib
+from collections import deque
+from types import SimpleNamespace
+import copied, hidden, jax.numpy as jnp, lib, rates
 from prejit.runtime import jit
 
 @dataclass(frozen=True)
@@ -144,6 +152,9 @@ functions = {
     "apply": lib.apply,
     "computed": computed,
     "twice": copied.twice,
+    "queued": lib.scaled(deque([rates.rate]), lib.first),
+    "named": lib.scaled(SimpleNamespace(rate=rates.rate), lib.named),
+    "registered": lib.registered,
 }
 x, static = jnp.ones(3), {"apply": {"net": Net()}}
 if sys.argv[1:] == ["build"]:
@@ -172,10 +183,13 @@ else:
             Path(edited).write_text(text)
 """,
 }
+OF_RATES = ("queued", "named", "registered")
+"""Their code computes numbers alone, no operations of jax."""
 SEEN_BY = {
-    "lib.py": dict.fromkeys(("composed", "apply", "computed"), "module lib"),
+    "lib.py": dict.fromkeys(("composed", "apply", "computed", *OF_RATES), "module lib"),
     "hidden.py": dict.fromkeys(("composed", "apply", "computed"), "module hidden"),
     "computed.py": {"computed": "module computed"},
+    "rates.py": dict.fromkeys(("apply", "computed", *OF_RATES), "module rates"),
     "named.py": dict.fromkeys(("apply", "computed"), "module named"),
     "unlisted/site-packages/copied.py": dict.fromkeys(
         ("apply", "computed", "twice"), "module copied"
@@ -198,6 +212,7 @@ def test_what_a_function_holds_is_compared_wherever_it_comes_from(tmp_path, buil
     [path] = run("build")
     first, *others = map(json.loads, run(path, *(tmp_path / name for name in SEEN_BY)))
     built = {"composed": 0.0625, "apply": 0.0, "computed": 8.0, "twice": 2.0, "other": "function"}
+    built |= dict.fromkeys(OF_RATES, 2.0)
     assert first == built
     for expected, found in zip(SEEN_BY.values(), others, strict=True):
         misses = {name: said for name, said in found.items() if said != built[name]}

@@ -442,13 +442,22 @@ def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_c
     again = build(manifest, tmp_path / "again", cache=build_cache, quiet=True)  # of a stored trace
     assert again.digest == bundle.digest
     source = {"module held": json.dumps(digest_of(HELD.encode()))}
+    step, scaled = (
+        HELD[: HELD.index(f"def {name}")].count("\n") + 1 for name in ("step", "scaled")
+    )
     assert [each.state for each in bundle.config.programs] == [
         {
             "closure rate": '["float","0x1.0000000000000p-1"]',
             "function": '"held:make.<locals>.step"',
+            "place in its file": f'["tuple",[{step}]]',
             **source,
         },
-        {"default k": '["float","0x1.0000000000000p+1"]', "function": '"held:scaled"', **source},
+        {
+            "default k": '["float","0x1.0000000000000p+1"]',
+            "function": '"held:scaled"',
+            "place in its file": f'["tuple",[{scaled}]]',
+            **source,
+        },
     ]
     monkeypatch.syspath_prepend(tmp_path)
     held = importlib.import_module("held")

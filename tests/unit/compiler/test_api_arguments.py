@@ -157,10 +157,12 @@ def test_params_that_no_bundle_has_can_be_left_out(options):
     kept, other = {"kernel": kernel, "bias": ones}, {"kernel": kernel, "scale": ones}
     of_params = {"linear": kept, "dropout": {"rngs": {"count": np.uint32(0)}}}
     both = r"linear\.bias is in the module alone; linear\.scale is in params alone"
+    masked = {"linear": {"kernel": kernel, "bias": np.ma.masked_array(ones, [0, 1, 0])}}
     key, dropping = "dropout.rngs.key: expected an array, found a random key", "Not(nnx.RngState)"
     for params, problem, hint in (
         (nnx.state(Dropping()), key, dropping),
         (of_params, "dropout.rngs.count is in params alone", dropping),
+        (masked, r"linear\.bias: .* found a masked array", "filled()"),
         ({"linear": other}, both, "nnx.Param alone leaves out"),
     ):
         with pytest.raises(ManifestError, match=problem) as caught:

@@ -119,11 +119,13 @@ class SizedTrial:
     Attributes:
         sizes: the size of each variable that differs.
         padded: whether the bucket's program is padded to them; if not, the one with symbolic sizes has them.
+        has_places: whether whole numbers may be places in arrays. One below 0 counts from the padding.
         portable: the function at these sizes as StableHLO for CPUs.
     """
 
     sizes: Mapping[str, int]
     padded: bool
+    has_places: bool
     portable: bytes
 
 

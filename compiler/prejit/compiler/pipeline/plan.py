@@ -78,6 +78,7 @@ class StoredTrial:
 
     sizes: dict[str, int]
     padded: bool
+    has_places: bool
     portable: str
 
 

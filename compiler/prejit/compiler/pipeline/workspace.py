@@ -204,6 +204,11 @@ def read_params(
             raise ManifestError(
                 f"{where}: {name}: expected an array, found a random key", hint=NO_RANDOM_STATE
             )
+        if isinstance(leaf, np.ma.MaskedArray):  # jax refuses one, too
+            raise ManifestError(
+                f"{where}: {name}: expected an array without a mask, found a masked array of NumPy",
+                hint="give `.filled()`, or `.data` and `.mask` as two arrays",
+            )
         value = np.asarray(leaf)
         if str(value.dtype) not in DTYPES:
             raise ManifestError(

@@ -115,7 +115,8 @@ def described(value: object) -> EncodedConstant:
     walk = _Walk()
     try:
         text = dumps(found := _plain(value, (), walk))
-        if len(text) > _MAX_CHARACTERS and not EncodedConstant(text).is_unknown:
+        is_long = len(text) > _MAX_CHARACTERS or '["cycle",' in text  # a list in itself has no end
+        if is_long and not EncodedConstant(text).is_unknown:
             text = dumps(_digest(type(value), [found]))
     except Exception:  # whatever the code of an object raises that describes it
         return EncodedConstant(dumps(["unknown", _name_of(type(value))]))

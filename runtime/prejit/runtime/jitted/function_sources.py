@@ -79,6 +79,26 @@ def _spec(name: str) -> Any:
     return next(filter(None, (each.find_spec(name, places) for each in sys.meta_path)))
 
 
+def place_in_file(function: types.FunctionType) -> tuple[int, ...] | None:
+    """Return the first line of a function, and where a lambda ends: a line may have several.
+
+    None: other code has generated it, and `own_source` returns its code.
+    """
+    code = function.__code__
+    if not is_in_file(function):
+        return None
+    if code.co_name != "<lambda>":
+        return (code.co_firstlineno,)
+    ends = ((line, at) for _, line, _, at in code.co_positions() if line and at is not None)
+    return code.co_firstlineno, *max(ends, default=())
+
+
+def is_in_file(function: types.FunctionType) -> bool:
+    """Return whether the source of a function's module has the function."""
+    generated = function.__code__.co_filename.startswith("<")
+    return "__file__" in function.__globals__ and not generated
+
+
 def own_source(function: types.FunctionType) -> dict[str, Any]:
     """Return what a function without a file is made of, by place: its code, and the variables that it reads.
 
@@ -86,7 +106,7 @@ def own_source(function: types.FunctionType) -> dict[str, Any]:
     """
     variables = function.__globals__
     found: dict[str, Any] = {}
-    waiting: list[Any] = [] if "__file__" in variables else [function]
+    waiting: list[Any] = [] if is_in_file(function) else [function]
     while waiting:
         each = waiting.pop()
         if isinstance(each, type):

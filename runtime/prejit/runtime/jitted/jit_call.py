@@ -20,6 +20,8 @@ from prejit.runtime.recorded.hook.plain_functions import is_plain
 Chosen = tuple[int | Sequence[int] | None, str | Sequence[str] | None]
 """The places and the names of parameters, such as static_argnums and static_argnames of jax.jit."""
 _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_PLACE = "place in its file"
+"""The place, in what a function holds, of where its source is: two of a module may have one name."""
 _JITTED = ("PjitFunction", "_Interpreted")  # of jax.jit, and of `jit`
 _ANY = Signature(
     [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
@@ -217,6 +219,7 @@ def function_state(function: Callable[..., Any], bound: Iterable[str]) -> dict[s
         found |= function_sources.own_source(function)
         module = function_sources.module_name(function.__module__, function.__globals__)
         found["function"] = f"{module}:{function.__qualname__}"
+        found[_PLACE] = function_sources.place_in_file(function)
         if not defaults:  # of a wrapper, whose signature is that of the function inside
             own = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
             found |= {name: value for name, value in own.items() if value}
@@ -230,6 +233,8 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
     found = function_state(function, {*bound, *(program.static or ())})
     built = {name: constants.parse(json.loads(text)) for name, text in program.state.items()}
     found |= function_sources.sources(built)
+    if _PLACE not in built:  # a bundle of an earlier prejit
+        found.pop(_PLACE, None)
     for name in {**built, **found}:
         if name in built and name in found and constants.same(built[name], found[name]):
             continue

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from prejit.runtime.format.constants import encode
 from prejit.runtime.jitted import function_sources
 from prejit.runtime.jitted.jit_call import function_state
 
@@ -55,10 +56,10 @@ EDITS = {
 }
 
 
-def state(source, **more):
+def state(source, file="<cell>", function="step", **more):
     variables = {"__name__": "cells", **more}
-    exec(source, variables)
-    return function_state(variables["step"], ())
+    exec(compile(source, file, "exec"), variables)
+    return function_state(eval(function, variables), ())
 
 
 @pytest.mark.parametrize("edited", EDITS)
@@ -66,8 +67,35 @@ def test_a_function_without_a_file_is_compared_by_its_code_and_nothing_else(edit
     assert CELLS.count(edited) == 1
     assert state(CELLS.replace(edited, EDITS[edited])) != state(CELLS)
     assert state(f"# a comment\n{CELLS}".replace("unread = 1", "unread = 2")) == state(CELLS)
-    own = {"default by": 3, "function": "cells:step"}
-    assert state(CELLS, __file__="cells.py") == own  # its file is compared
+    line = CELLS[: CELLS.index("def step")].count("\n") + 1
+    own = {"default by": 3, "function": "cells:step", "place in its file": encode((line,))}
+    assert state(CELLS, "cells.py", __file__="cells.py") == own  # its file is compared
+
+
+ALIKE = """
+def chosen(first):
+    if first:
+        def step(x): return x + 1
+    else:
+        def step(x): return x + 2
+    return step
+
+steps = {True: lambda x: x + 1, False: lambda x: x + 2}
+
+def generated(first):
+    variables = {**globals()}
+    exec(f"def step(x): return x + {2 - first}", variables)
+    return variables["step"]
+"""
+
+
+@pytest.mark.parametrize("of", ["chosen({})", "steps[{}]", "generated({})"])
+def test_functions_of_one_name_in_one_file_differ(of):
+    one, other = (
+        state(ALIKE, "alike.py", of.format(first), __file__="alike.py") for first in (True, False)
+    )
+    assert one["function"] == other["function"]
+    assert one != other
 
 
 def test_a_module_is_found_that_is_not_imported_and_what_is_not_there_is_left_out(

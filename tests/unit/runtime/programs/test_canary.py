@@ -246,3 +246,16 @@ def test_a_difference_is_missed_or_made(value, other, right):
         array = check_array(f'["y"] {dtype}[2]', None, "")
         found = compare(Golden(1, 1, "x", 8, text), [array], [two], [two]).share
         assert (found <= 1) == right
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**64 - 1, 10**18, 10**18 - 1, 1.7e308])
+def test_numbers_of_64_bits_have_an_answer_or_are_not_compared(number):
+    value = np.array([number, number])
+    text = format_results((sampled(value, value, 8),))
+    assert is_results(text)
+    array = check_array(f'["y"] {value.dtype}[2]', None, "")
+    golden = Golden(1, 1, "x", 8, text)
+    assert compare(golden, [array], [value], [value]).share <= 1
+    wrong = value - value
+    found = compare(golden, [array], [wrong], [wrong]).share
+    assert (found > 1) == (text != "-")

@@ -252,6 +252,12 @@ class Reduced:
         return Reduced, (1.0,)
 
 
+def in_itself(k):
+    found = {"k": k}
+    found["children"] = [{"parent": found}]
+    return found
+
+
 class Labelled(np.ndarray[Any, Any]):
     """NumPy's own way to pickle an array drops the attributes of a class like this."""
 
@@ -274,7 +280,16 @@ def labelled(k):
         (type(None), type(...)),
         *(
             (kind(2.0), kind(5.0))
-            for kind in (ByIdentity, ByOwnRule, NotCompared, Derived, NoState, Reduced, labelled)
+            for kind in (
+                ByIdentity,
+                ByOwnRule,
+                NotCompared,
+                Derived,
+                NoState,
+                Reduced,
+                labelled,
+                in_itself,
+            )
         ),
     ],
 )
@@ -283,6 +298,7 @@ def test_no_part_of_a_constant_is_left_out(one, other):
     assert constants.same(encoded, constants.encode(one))
     assert not isinstance(encoded, constants.EncodedConstant) or not encoded.is_unknown
     assert encoded != constants.encode(other)
+    assert constants.parse(constants.plain(encoded)) == encoded
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,12 @@ from prejit.compiler.lowering.user.source_modules import modules_of
 from prejit.compiler.lowering.user.trace_inputs import is_installed
 from prejit.compiler.lowering.user.traced_primitives import (
     CALLBACKS,
+    INDEXING,
     PALLAS,
     called_files,
     count_operations,
     find_calls,
+    noting_files,
     source_files,
 )
 from prejit.compiler.lowering.user.varying_sizes import (
@@ -131,7 +133,8 @@ def lower_function(
                 hint="list the arguments in their order, as in args = [...]",
             )
     pure = contextlib.nullcontext() if program.impure else refusing_nondeterminism(what)
-    with user.modules.tracing(what), _on(mesh), pure:
+    files = set[str]()
+    with user.modules.tracing(what), _on(mesh), pure, noting_files(files):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()
     _refuse_callbacks(jaxpr, what)
@@ -190,18 +193,21 @@ def lower_function(
     def trials() -> tuple[SizedTrial, ...]:
         """Return the function at other sizes. Where it raises an error there is nothing to compare."""
         found = []
+        has_places = bool(find_calls(jaxpr, *INDEXING))
         for sizes, padded in _trial_sizes(user, program, spec, jaxpr):
             with contextlib.suppress(PrejitError), user.modules.tracing(what):
                 values = (user.weights, *data_at({**spec.bucket, **sizes}))
                 at_size = export_program(function, values, ("cpu",), calls=calls)
-                found.append(SizedTrial(sizes, padded, at_size.mlir_module_serialized))
+                module = at_size.mlir_module_serialized
+                found.append(SizedTrial(sizes, padded, has_places, module))
         return tuple(found)
 
     modules: tuple[str, ...] = ()
     if user.parameters is not None:  # `jit` takes it
         with user.modules.in_use():
             held = (user.function, example.value, tuple(spec.static.values()))
-            modules = modules_of(held, called_files(jaxpr, __file__))
+            own = {file for file in files if not is_installed(file)}
+            modules = modules_of(held, called_files(jaxpr, __file__) | own)
         if isinstance(program.fn, str):
             modules = tuple(sorted({program.fn.partition(":")[0], *modules}))
     return LoweredProgram(

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import types
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -35,6 +36,8 @@ from prejit.runtime.jitted.function_sources import (
 
 _MOST_OBJECTS = 100_000
 """Maximum number of objects that are visited: one of them may lead to most of the process."""
+_OF_CONTAINERS = ("collections", "types")
+"""Modules of Python whose classes hold objects of the application, such as SimpleNamespace and ChainMap."""
 
 
 def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
@@ -77,7 +80,7 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
 def _held(value: Any) -> list[Any]:
     """Return the objects that an object of the application holds, without what jax keeps of earlier calls."""
     match value:
-        case list() | tuple() | set() | frozenset():
+        case list() | tuple() | set() | frozenset() | deque():
             return [*value]
         case dict():
             return [*value, *value.values()]
@@ -98,7 +101,8 @@ def _held(value: Any) -> list[Any]:
         case property():
             return [value.fget]
     held = getattr(value, "__dict__", {})  # a class may raise anything for other names
-    if "__wrapped__" not in held and constants.is_base(type(value).__module__):
+    module = type(value).__module__
+    if not ("__wrapped__" in held or module in _OF_CONTAINERS) and constants.is_base(module):
         return []
     slots = (name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()))
     return [held, *(getattr(value, name, None) for name in slots)]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile, zip_longest
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import jax
@@ -31,6 +33,14 @@ CALLBACKS = {
 
 PALLAS = "pallas_call"
 
+INDEXING = (
+    *("gather", "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter-mul"),
+    *("scatter-min", "scatter-max", "scatter-sub"),
+)
+"""Primitives that read or write arrays at places that they are given."""
+
+_TOOLS = (3, 4)
+"""Identifiers of sys.monitoring that Python reserves for no kind of tool."""
 _LIBRARIES = ("jax", "jaxlib", "flax", "prejit")
 
 
@@ -67,6 +77,36 @@ def called_files(traced: ClosedJaxpr, caller: str) -> set[str]:
     tracebacks = (each.source_info.traceback for each in traced.jaxpr.eqns)
     stacks = [[code.co_filename for code in each.raw_frames()[0]] for each in tracebacks if each]
     return {file for stack in stacks for file in takewhile(lambda file: file != caller, stack)}
+
+
+@contextmanager
+def noting_files(found: set[str]) -> Iterator[None]:
+    """Add the files of all code that runs in the block, also of code that makes no operations."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    tool = next((i for i in _TOOLS if monitoring and monitoring.get_tool(i) is None), None)
+    if tool is None:  # Python 3.11, where this costs more
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, *_: found.add(frame.f_code.co_filename))
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+        return
+
+    def note(code: CodeType, _: int) -> object:
+        found.add(code.co_filename)
+        return monitoring.DISABLE  # once for each code
+
+    monitoring.use_tool_id(tool, "prejit")
+    monitoring.register_callback(tool, monitoring.events.PY_START, note)
+    monitoring.set_events(tool, monitoring.events.PY_START)
+    monitoring.restart_events()
+    try:
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, monitoring.events.PY_START, None)
+        monitoring.free_tool_id(tool)
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:

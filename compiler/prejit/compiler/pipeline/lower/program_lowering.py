@@ -340,7 +340,7 @@ def put_lowered(program: LoweredProgram, store: Store) -> Lowered:
         modules=program.modules,
         search_path=program.search_path,
         trials=tuple(
-            StoredTrial({**each.sizes}, each.padded, store.put_blob(each.portable))
+            StoredTrial({**each.sizes}, each.padded, each.has_places, store.put_blob(each.portable))
             for each in program.trials()
         ),
     )

@@ -161,7 +161,7 @@ def _compare(
             shapes = [array.shape for array in (*weights, *_resized(arguments, trial.sizes))]
             portable, _ = specialize(read(program.symbolic), program.platforms, "cpu", shapes)
             serve = partial(run, device.compile(portable, ("cpu",)))
-        for values in _inputs(arguments, trial.sizes, program.mask):
+        for values in _inputs(arguments, trial, program.mask):
             if is_enough(trial):
                 break
             tried.add(trial.padded)
@@ -218,30 +218,40 @@ def _resized(arrays: Sequence[Array], sizes: Mapping[str, int]) -> list[Array]:
     ]
 
 
-def _inputs(
-    arguments: Sequence[Array], sizes: Mapping[str, int], mask: str
-) -> Iterator[list[Values]]:
-    """Yield arguments of several signs and magnitudes.
+def _inputs(arguments: Sequence[Array], trial: StoredTrial, mask: str) -> Iterator[list[Values]]:
+    """Yield arguments of several signs and magnitudes, booleans of both values and of one.
 
-    Whole numbers are below every size: they may be places or lengths.
+    Whole numbers are below every size: they may be places or lengths. Places are not below 0.
     """
-    arrays = _resized(arguments, sizes)
+    arrays = _resized(arguments, trial.sizes)
     values = [call_input(array, SEED, place, mask) for place, array in enumerate(arrays)]
     for far, sign in (*((False, sign) for sign in _SIGNS), (True, 1), (True, -1)):
         yield [
-            _of_sign(value, sign, far, min(sizes.values())) if array.dtype != "bool" else value
+            value
+            if (mask,) == tuple(map(str, array.path))
+            else _of_sign(value, sign, far, min(trial.sizes.values()), trial.has_places)
             for array, value in zip(arrays, values, strict=True)
         ]
 
 
-def _of_sign(value: Values, sign: int, far: bool, below: int) -> Values:
-    """Return a value with numbers of one sign, all far from zero if wanted; sign 0: of both signs."""
+def _of_sign(value: Values, sign: int, far: bool, below: int, has_places: bool) -> Values:
+    """Return a value with numbers of one sign, all far from zero if wanted; sign 0: of both signs.
+
+    Booleans are all true, or all false.
+    """
     dtype = value.dtype
+    if dtype.kind == "b":
+        return np.full_like(value, sign > 0) if sign else value
     if _is_exact(dtype):
+        if sign < 0 and not (has_places or dtype.name.startswith("uint")):
+            return np.clip(-value.astype(np.int64), -2, -1).astype(dtype)
         most = max(0, min(2, below - 1))
         return np.clip(value.astype(np.int64), min(1, most) if sign else 0, most).astype(dtype)
-    if not sign or dtype.kind == "c" or dtype == dtype_of("float8_e8m0fnu"):
+    if not sign or dtype == dtype_of("float8_e8m0fnu"):
         return value
+    if dtype.kind == "c":
+        parts = (_of_sign(part, sign, far, below, has_places) for part in (value.real, value.imag))
+        return (next(parts) + 1j * next(parts)).astype(dtype)
     size = np.abs(value.astype(np.float64))
     if far and dtype.itemsize > 1:  # float8 is too narrow
         size = _FAR[0] + size * (_FAR[1] - _FAR[0])

@@ -21,6 +21,7 @@ from prejit.runtime.errors import BuildError
 from prejit.runtime.format.arrays import Mesh
 
 X = "float32[{n}, 4]"
+SIGNED_ARGS = ("int32[{n}]", "bool[{n}]", "complex64[{n}]")
 
 
 def compared(programs, directory, **options):
@@ -59,11 +60,19 @@ DEPENDS_ON_PADDING = {
     "complex": lambda x: jnp.fft.fft(x, axis=0),
     "narrow": lambda x: x.astype(jnp.bfloat16) - x.astype(jnp.bfloat16).mean(0),
 }
+SIGNED = {
+    "greatest-whole": lambda x, flags, numbers: x.max(0),
+    "argmax-whole": lambda x, flags, numbers: x.argmax(0),
+    "all": lambda x, flags, numbers: flags.all(),
+    "any": lambda x, flags, numbers: (~flags).any(),
+    "real": lambda x, flags, numbers: numbers.real.max(),
+}
+"""These depend on padding only where all numbers are below 0, or all booleans true."""
 
 
 def together(functions):
     """One program for several functions: each result is compared by itself."""
-    return lambda x: {name: fn(x) for name, fn in functions.items()}
+    return lambda *args: {name: fn(*args) for name, fn in functions.items()}
 
 
 def test_each_function_that_looks_at_sizes_is_refused(tmp_path, monkeypatch):
@@ -76,6 +85,7 @@ def test_each_function_that_looks_at_sizes_is_refused(tmp_path, monkeypatch):
         program("padded-1", together(dict(items[::2])), pad=["n"]),
         program("padded-2", together(dict(items[1::2])), pad=["n"]),
         program("below", together(LOOKS_BELOW_EIGHT), pad=["n"]),
+        program("padded-signed", together(SIGNED), *SIGNED_ARGS, pad=["n"]),
         program("open", together(LOOKS_AT_A_SIZE), open_sizes=["n"]),
         program("pad", together(looks), pad=["n"], buckets={"n": (128,)}),
         program("nested", lambda x: {"right": x * 2, "wrong": (x.std(0), x + 1)}, pad=["n"]),
@@ -87,7 +97,7 @@ def test_each_function_that_looks_at_sizes_is_refused(tmp_path, monkeypatch):
     assert not notes
     assert refused.keys() == {each.name for each in wrong}
     padded = "".join(text for name, text in refused.items() if name.startswith(("padded", "below")))
-    for name in (*DEPENDS_ON_PADDING, *LOOKS_BELOW_EIGHT):
+    for name in (*DEPENDS_ON_PADDING, *SIGNED, *LOOKS_BELOW_EIGHT):
         line = next(each for each in padded.splitlines() if each.startswith(f"  {name}"))
         assert " at n=" in line
         assert line.endswith(", padded")
