@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     "  prejit rollout oci://registry.example/demo:prod oci://registry.example/demo:v2 --fleet saved/\n"
     "  prejit rollout oci://registry.example/demo:prod artifacts/demo --dry-run\n"
     "  prejit rollout oci://registry.example/demo:prod --back\n\n"
-    "Exit status: 1 where --fleet has a machine that loads a target now would compile; nothing moves then."
+    "Exit status: 1 where --fleet has a machine that loads a target now and would compile then; nothing "
+    "moves then."
 )
 @click.argument("channel", metavar="CHANNEL", help="The tag that servers follow.")
 @click.argument(
