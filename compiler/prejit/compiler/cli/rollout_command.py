@@ -111,6 +111,8 @@ def _outcome(plan: RolloutPlan, is_moved: bool, is_refused: bool) -> str:
             f"not moved: {len(plan.losing)} machines load a target now and would compile; "
             "--allow-compile moves it nevertheless"
         )
+    if is_moved and not plan.before:
+        return "moved"  # the first rollout of a channel leaves no way back
     if is_moved:
         return f"moved; `prejit rollout {plan.channel} --back` moves it back"
     return "not moved" + (": it leads there already" if plan.before == plan.after else "")
