@@ -28,7 +28,7 @@ MOST_TAG_LETTERS = 128
 _TAG = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MOST_TAG_LETTERS - 1}}}")
 """A tag, as the OCI distribution specification has it."""
 _REPOSITORY = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")
-_USER = re.compile(r"://[^/]*@(?!sha256:)")
+_LOGIN = re.compile(r"://[^/\s]*@(?!sha256:)")
 """A user and a password before the host of a URL."""
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _FORMS = (
@@ -90,6 +90,11 @@ def is_reference(text: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(text) or os.fspath(text).startswith(WHEEL)
 
 
+def without_login(text: str) -> str:
+    """Return a text without the user and the password of each URL in it, for messages and logs."""
+    return _LOGIN.sub("://", text)
+
+
 def parse_reference(text: str) -> Reference:
     """Return the reference that a text means; of a wheel, that of its directory.
 
@@ -103,7 +108,7 @@ def parse_reference(text: str) -> Reference:
             raise UsageError("expected a reference to a bundle, found an empty text", hint=_FORMS)
         return Reference("tar" if text.endswith(".tar") else "dir", text)
     scheme = text.partition("://")[0]
-    shown = _USER.sub("://", text)[:200]  # errors end in logs
+    shown = without_login(text)[:200]
     if scheme not in SCHEMES:
         raise UsageError(
             f"{shown}: expected one of {', '.join(f'{each}://' for each in SCHEMES)}, "
