@@ -12,6 +12,13 @@
 set -eu
 
 : "${MANIFEST:?expected the path of a manifest}" "${CHANNEL:?expected oci://HOST/REPOSITORY:TAG}"
+case ${CHANNEL##*/} in
+?*:?*) ;;
+*) # the candidate would go to a directory of this name
+    echo "release.sh: CHANNEL: expected oci://HOST/REPOSITORY:TAG, found '$CHANNEL'" >&2
+    exit 2
+    ;;
+esac
 bundle=artifacts/$(basename "$MANIFEST" .toml)
 candidate=${CHANNEL%:*}:candidate
 

@@ -493,6 +493,10 @@ def test_the_script_names_what_is_missing():
 
     assert "MANIFEST: expected the path of a manifest" in run("candidate")
     assert "CHANNEL: expected oci://" in run("candidate", MANIFEST="a.toml")
+    without_tag = run("candidate", MANIFEST="a.toml", CHANNEL="oci://registry.example:5000/a")
+    assert (
+        "expected oci://HOST/REPOSITORY:TAG, found 'oci://registry.example:5000/a'" in without_tag
+    )
     wrong = run("deploy", MANIFEST="a.toml", CHANNEL="oci://registry.example/a:prod")
     assert "expected first, candidate, rollout or back, found 'deploy'" in wrong
 

@@ -185,6 +185,21 @@ def test_cached_tokens_are_counted_for_the_same_salt(complete):
         assert usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_what_answers_of_one_request_share_is_not_cached(client):
+    words = [{"role": "user", "content": "Tim and Sue went to the park to play with a ball. " * 2}]
+    options = {"n": 4, "temperature": 1.5, "stop": ["e"], "stream": True}
+    for seed in range(4):  # so that any answer is the first to end
+        *_, last = client.chat.completions.create(
+            model="stories",
+            messages=words,
+            seed=seed,
+            stream_options={"include_usage": True},
+            extra_body={"cache_salt": f"seed {seed}"},
+            **options,
+        )
+        assert last.usage.prompt_tokens_details.cached_tokens == 0
+
+
 def same_logprobs(found, expected):
     """Compare the tokens of two requests; what each has cached decides the last bits of its logits."""
     assert [each.token for each in found] == [each.token for each in expected]

@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 
 
 PATH = click.Path(path_type=Path, readable=False)
+
+
+class _BundleHere(click.Path):
+    """The directory of a bundle that a command changes or compares, so that no reference will do."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path. As `click.Path.convert`."""
+        from prejit.runtime.errors import UsageError
+        from prejit.runtime.ship.reference import is_reference
+
+        if is_reference(value):
+            raise UsageError(
+                f"{value}: expected a directory on this machine, found a reference",
+                hint=f"copy it first: prejit copy {value} DIRECTORY",
+            )
+        return super().convert(value, param, ctx)
+
+
+BUNDLE_HERE = _BundleHere(path_type=Path, readable=False)
 FILE: Attributes = {"type": PATH, "metavar": "FILE"}
 DIR: Attributes = {"type": PATH, "metavar": "DIR"}
 TARGETS = click.option(
@@ -403,7 +422,7 @@ REBUILD_DIFFERS = 8
     f"Exit status: 0 all parts are equal or their differences explained, {REBUILD_DIFFERS} some are not, "
     "1 a source is no longer what the bundle was built from, or a program does not compile."
 )
-@click.argument("bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
+@click.argument("bundle", type=BUNDLE_HERE, metavar="BUNDLE", help="Directory of a bundle.")
 @click.option(
     "--verify",
     is_flag=True,

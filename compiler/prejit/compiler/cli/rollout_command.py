@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     "  prejit rollout oci://registry.example/demo:prod oci://registry.example/demo:v2 --fleet saved/\n"
     "  prejit rollout oci://registry.example/demo:prod artifacts/demo --dry-run\n"
     "  prejit rollout oci://registry.example/demo:prod --back\n\n"
-    "Exit status: 1 where --fleet has a machine that loads a target now would compile; nothing moves then."
+    "Exit status: 1 where --fleet has a machine that loads a target now and would compile then; nothing "
+    "moves then."
 )
 @click.argument("channel", metavar="CHANNEL", help="The tag that servers follow.")
 @click.argument(
@@ -110,6 +111,8 @@ def _outcome(plan: RolloutPlan, is_moved: bool, is_refused: bool) -> str:
             f"not moved: {len(plan.losing)} machines load a target now and would compile; "
             "--allow-compile moves it nevertheless"
         )
+    if is_moved and not plan.before:
+        return "moved"  # the first rollout of a channel leaves no way back
     if is_moved:
         return f"moved; `prejit rollout {plan.channel} --back` moves it back"
     return "not moved" + (": it leads there already" if plan.before == plan.after else "")

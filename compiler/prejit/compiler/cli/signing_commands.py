@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.build_commands import FILE, PATH
+from prejit.compiler.cli.build_commands import BUNDLE_HERE, FILE
 from prejit.runtime.cli.command_options import COUNT, JSON, check_one
 from prejit.runtime.cli.output import print_json
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     "PREJIT_IDENTITY_TOKEN is the identity token of --keyless where the CI offers none by itself."
 )
 @click.argument(
-    "bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle, or of an adapter of PEFT."
+    "bundle",
+    type=BUNDLE_HERE,
+    metavar="BUNDLE",
+    help="Directory of a bundle, or of an adapter of PEFT.",
 )
 @click.option("--key", **FILE, help="Private key in PEM: ECDSA on P-256, P-384 or P-521.")
 @click.option(
@@ -104,7 +107,7 @@ def channel() -> None:
     "  prejit channel release stable.json artifacts/demo --name stable --key release.pem --days 30"
 )
 @_FILE
-@click.argument("bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
+@click.argument("bundle", type=BUNDLE_HERE, metavar="BUNDLE", help="Directory of a bundle.")
 @_channel_name
 @_signing_keys
 @click.option(

@@ -125,7 +125,7 @@ class Rollout:
         if not new and not self._place.resolve(self._previous.tag):
             raise StoreError(
                 f"{self._channel}: expected a bundle to go back to, found no tag {self._previous.tag}",
-                hint="each rollout leaves one; name the bundle instead",
+                hint="each rollout but the first leaves one; name the bundle instead",
             )
         new_place = self._place if source.place == self._channel.place else open_repository(source)
         self._new = _OpenBundle(new_place, source)

@@ -80,7 +80,10 @@ def write_wheel(bundle: str, output: Path, version: str | None = None) -> Path:
         builder = ProjectBuilder(directory, runner=quiet_subprocess_runner)
         try:
             output.mkdir(parents=True, exist_ok=True)
-            return Path(builder.build("wheel", output))
+            # On a full disk the backend leaves the half of a wheel under the name of a whole one.
+            with tempfile.TemporaryDirectory(prefix=".prejit-wheel-", dir=output) as beside:
+                built = Path(builder.build("wheel", beside))
+                return built.replace(output / built.name)
         except (BuildBackendException, BuildException, OSError) as error:
             cause = error.__context__
             said = cause.output if isinstance(cause, subprocess.CalledProcessError) else b""

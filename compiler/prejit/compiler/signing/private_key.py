@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prejit.compiler.base.statement_writing import encode_bundle
 from prejit.runtime.base.wording import nearest_file
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import PolicyError, StoreError, UsageError
 from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, hash_of, pem_digest, read_key
 from prejit.runtime.trust.reasons import RefusedError
@@ -131,4 +131,7 @@ def parse_private_key(pem: bytes, where: str, password: str | None = None) -> Pr
     public = private.public_key().public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )
-    return PrivateKey(read_key(public, where), private)
+    try:
+        return PrivateKey(read_key(public, where), private)
+    except PolicyError as error:  # another curve: the hint is that of a public key
+        raise UsageError(str(error), hint=_MAKE) from error

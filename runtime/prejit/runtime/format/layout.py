@@ -154,7 +154,7 @@ class Layout:
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",
                 hint=f"did you mean {guess}?"
                 if guess
-                else "give the directory of a bundle, as `prejit build` wrote it",
+                else "give a directory that `prejit build` wrote, or `prejit copy` from a .tar",
             ) from error
         # Held open until the end, so that no later index gets this inode and `is_replaced` notices each.
         self._index = self._pinned_index()

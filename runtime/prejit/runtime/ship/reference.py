@@ -21,12 +21,15 @@ from prejit.runtime.errors import UsageError
 REGISTRY = "oci"
 HUB = "hf"
 WHEEL = "wheel:"
-_OBJECTS = ("s3", "gs", "az", "https", "http")
+_BUCKETS = ("s3", "gs", "az")
+_OBJECTS = (*_BUCKETS, "https", "http")
 SCHEMES = (REGISTRY, HUB, *_OBJECTS)
 MOST_TAG_LETTERS = 128
 _TAG = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MOST_TAG_LETTERS - 1}}}")
 """A tag, as the OCI distribution specification has it."""
 _REPOSITORY = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")
+_LOGIN = re.compile(r"://[^/\s]*@(?!sha256:)")
+"""A user and a password before the host of a URL."""
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _FORMS = (
     "give oci://HOST/REPOSITORY:TAG, s3://BUCKET/PATH, gs://, az://, hf://OWNER/REPOSITORY, https://, "
@@ -87,6 +90,11 @@ def is_reference(text: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(text) or os.fspath(text).startswith(WHEEL)
 
 
+def without_login(text: str) -> str:
+    """Return a text without the user and the password of each URL in it, for messages and logs."""
+    return _LOGIN.sub("://", text)
+
+
 def parse_reference(text: str) -> Reference:
     """Return the reference that a text means; of a wheel, that of its directory.
 
@@ -100,9 +108,10 @@ def parse_reference(text: str) -> Reference:
             raise UsageError("expected a reference to a bundle, found an empty text", hint=_FORMS)
         return Reference("tar" if text.endswith(".tar") else "dir", text)
     scheme = text.partition("://")[0]
+    shown = without_login(text)[:200]
     if scheme not in SCHEMES:
         raise UsageError(
-            f"{text:.200}: expected one of {', '.join(f'{each}://' for each in SCHEMES)}, "
+            f"{shown}: expected one of {', '.join(f'{each}://' for each in SCHEMES)}, "
             f"found {scheme}://",
             hint=_FORMS,
         )
@@ -110,13 +119,15 @@ def parse_reference(text: str) -> Reference:
     digest = f"sha256:{digest}" if at else ""
     if digest and not is_digest(digest):
         raise UsageError(
-            f"{text:.200}: expected 64 hexadecimal digits after @sha256:, found {digest[7:]!r:.80}"
+            f"{shown}: expected 64 hexadecimal digits after @sha256:, found {digest[7:]!r:.80}"
         )
     before, slash, last = place.rpartition("/")
-    last, colon, tag = last.partition(":")
+    colon = tag = ""
+    if scheme in _BUCKETS or not before.endswith(":/"):  # behind a host stands a port
+        last, colon, tag = last.partition(":")
     if colon and not _TAG.fullmatch(tag):
         raise UsageError(
-            f"{text:.200}: expected a tag of up to {MOST_TAG_LETTERS} letters, digits, `.`, `_` and `-` "
+            f"{shown}: expected a tag of up to {MOST_TAG_LETTERS} letters, digits, `.`, `_` and `-` "
             f"after the last colon, found {tag!r:.80}"
         )
     found = Reference(scheme, f"{before}{slash}{last}".rstrip("/"), tag, digest)
@@ -125,11 +136,11 @@ def parse_reference(text: str) -> Reference:
     except ValueError:  # of urlsplit: brackets that are no IPv6 address
         is_place = False
     if not is_place:
-        raise UsageError(f"{text:.200}: expected a host and a path behind it", hint=_FORMS)
+        raise UsageError(f"{shown}: expected a host and a path behind it", hint=_FORMS)
     if scheme == REGISTRY:
         if not _REPOSITORY.fullmatch(found.path):
             raise UsageError(
-                f"{text:.200}: expected a repository of lower-case letters, digits and `.`, `_`, `-` "
+                f"{shown}: expected a repository of lower-case letters, digits and `.`, `_`, `-` "
                 f"between them, found {found.path!r:.80}"
             )
         if not tag and not digest:

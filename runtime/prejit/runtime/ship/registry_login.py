@@ -50,17 +50,26 @@ def find_login(host: str, repository: str) -> Login | None:
     docker's, which is that of oras too.
 
     Raises:
-        StoreError: a file is not JSON, or the helper that it names fails.
+        StoreError: a file is not JSON, the helper that it names fails, or $REGISTRY_AUTH_FILE cannot be read.
     """
     names = repository.split("/")
     keys = [host, *("/".join((host, *names[: end + 1])) for end in range(len(names)))]
     for path in _login_files():
         try:
             with open(path, "rb") as file:
-                config = parse_object(file.read())
-        except OSError:
+                content = file.read()
+        except OSError as error:
+            if path == os.environ.get("REGISTRY_AUTH_FILE"):
+                raise StoreError(
+                    f"{path}: cannot read the logins: {error.strerror}",
+                    hint="correct REGISTRY_AUTH_FILE, or unset it",
+                ) from error
             continue
-        if not config:
+        config = parse_object(content)
+        if not config and b"".join(content.split()) not in (
+            b"",
+            b"{}",
+        ):  # of who has logged in nowhere
             raise StoreError(f"{path}: expected logins as JSON, found none", hint="log in again")
         helper = _object(config, "credHelpers").get(host) or config.get("credsStore")
         if helper and (found := _ask_helper(str(helper), host, path)):

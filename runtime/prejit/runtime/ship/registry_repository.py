@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 _MANIFEST_PAUSES_SECONDS = (0.05, 0.2, 0.5)
 """Pauses before a manifest is sent again. A registry on a file system answers 400 while another machine
 uploads a blob of the manifest: it finds the blob half written."""
+_MORE_UPLOADS = 4
+"""How often an upload that the registry lost begins again."""
 _DOCUMENTS = frozenset({INDEX_MEDIA_TYPE, MANIFEST_MEDIA_TYPE})
 _ATTACHED = frozenset({SIGNATURE_MEDIA_TYPE, PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE})
 """The artifact types that are fetched. Others, such as scans by a registry, mean nothing to prejit."""
@@ -292,15 +294,21 @@ class Registry:
 
     def write(self, at: Descriptor, pieces: Pieces) -> None:
         """See `Repository.write`. The whole blob is one request: not all registries take parts."""
-        begun = self._client.ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})
-        location = begun.headers.get("Location") if begun is not None else None
-        if not location:
-            raise StoreError(f"{self.name}: expected the place of an upload, found none")
-        url = f"{location}{'&' if '?' in location else '?'}digest={at.digest}"
         headers = {"Content-Type": "application/octet-stream"}
         seconds = self._client.answer_seconds + at.size / UPLOAD_BYTES_PER_SECOND
         body = BlobBody(at, pieces, self.name)
-        self._client.ask("PUT", url, headers=headers, data=body, seconds=seconds)
+        for more in range(_MORE_UPLOADS, -1, -1):
+            begun = self._client.ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})
+            location = begun.headers.get("Location") if begun is not None else None
+            if not location:
+                raise StoreError(f"{self.name}: expected the place of an upload, found none")
+            url = f"{location}{'&' if '?' in location else '?'}digest={at.digest}"
+            # After a cut many registries do not know the upload any more: 404, and a new one is due.
+            answer = self._client.ask(
+                "PUT", url, headers=headers, data=body, seconds=seconds, missing=more > 0
+            )
+            if answer is not None:
+                return
 
     def publish(self, shipment: Shipment, tag: str) -> None:
         """See `Repository.publish`."""

@@ -271,16 +271,16 @@ def _adapters_of(
     for text in texts:
         whole, _, path = text.partition("=")
         model, colon, adapter = whole.rpartition(":")
-        if (
-            not adapter
-            or not path
-            or (colon and model not in names)
-            or not (colon or len(names) == 1)
-        ):
-            known = " or ".join(f"{name}:NAME=DIR" for name in names if name) or "NAME=DIR"
+        known = [name for name in names if name]
+        problem = ""
+        if not adapter or not path or not (colon or len(names) == 1):
+            problem = f"expected {'NAME=DIR' if len(names) == 1 else 'MODEL:NAME=DIR'}"
+        elif colon and model not in known:  # the own name of a bundle shows when it is loaded
+            problem = f"expected a bundle that is given as {model or 'MODEL'}=BUNDLE"
+        if problem:
+            given = f" beside {', '.join(f'{name}=BUNDLE' for name in known)}" if known else ""
             raise click.BadParameter(
-                f"expected {known if len(names) > 1 else 'NAME=DIR'}, found {text!r:.80}",
-                param_hint="'--adapter'",
+                f"{problem}, found {text!r:.80}{given}", param_hint="'--adapter'"
             )
         found[names.index(model) if colon else 0].append((adapter, path))
     return found

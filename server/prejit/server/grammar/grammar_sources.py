@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.schema_paths import error_path
+from prejit.server.grammar.schema_paths import error_path, without_nul
 
 WHITESPACE = " "
 """White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
@@ -127,6 +127,6 @@ def schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
         )
     ways = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     try:
-        return json.dumps({**schema, "x-guidance": ways}, allow_nan=False)
+        return json.dumps({**without_nul(schema), "x-guidance": ways}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"schema: expected values of JSON, found others: {error}") from error

@@ -1,7 +1,8 @@
-"""Where in a JSON schema an error is: the grammar library gives the reason without the place."""
+"""Parts of a JSON schema: where an error is, of which the grammar library gives no place, and patterns."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,9 @@ _TRIES = 500
 """Maximum number of parts that are compiled to find one error; the place is less exact beyond it."""
 _SECONDS = 0.5
 """Maximum CPU time of the same."""
+
+_NEGATED = re.compile(r"(\\.)|\[\^(-?)(?!\])", re.DOTALL)
+"""An escape in a regular expression, or the begin of a class of all characters but some."""
 
 
 def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
@@ -92,3 +96,26 @@ def moved(schema: Any, to: str) -> Any:
     if isinstance(schema, list | tuple):
         return [moved(value, to) for value in schema]
     return schema
+
+
+def without_nul(schema: Any) -> Any:
+    """Return a schema whose patterns let no class like `[^"]` have NUL.
+
+    llguidance 1.9.1 takes a class with all control characters for one with every escape of JSON, so that
+    `[^"]` let a quotation mark come.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    copy = {**schema}
+    for keyword, value in schema.items():
+        if keyword == "pattern" and isinstance(value, str):
+            copy[keyword] = _NEGATED.sub(
+                lambda found: found[1] or "[^\\x00" + ("\\-" if found[2] else ""), value
+            )
+        elif keyword in _OF_MAPS and isinstance(value, Mapping):
+            copy[keyword] = {name: without_nul(part) for name, part in value.items()}
+        elif keyword in _OF_LISTS and isinstance(value, list | tuple):
+            copy[keyword] = [without_nul(part) for part in value]
+        elif keyword in _OF_ONE:
+            copy[keyword] = without_nul(value)
+    return copy

@@ -133,7 +133,9 @@ class InferenceModel:
         raise UsageError(f"inputs: expected {expected} for {self.program!r}, found {found}")
 
     def _static(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        given = {k: v for k, v in parameters.items() if k not in _PROTOCOL_PARAMETERS}
+        # A static argument may have the name of one of the protocol's own.
+        others = _PROTOCOL_PARAMETERS - self.static.keys()
+        given = {k: v for k, v in parameters.items() if k not in others}
         if unknown := given.keys() - self.static.keys():
             known = ", ".join(sorted(self.static)) or "none"
             raise UsageError(

@@ -317,15 +317,17 @@ class _Answer:
             _ChoiceEvents(index, around, self._tools.reader(), self._token, self._echo)
             for index in range(wanted.choices)
         ]
-        stats: list[Stats] = []
+        stats: dict[int, Stats] = {}
         async with engine_calls.pieces([wanted]) as pieces:
             yield b""  # the head of the response need not wait in the queue
             async for index, piece in pieces:
                 if piece.stats is not None:
-                    stats.append(piece.stats)
+                    stats[index] = piece.stats
                 if events := choices[index].take(piece):
                     yield events
-        yield ending(self._chunk(engine_calls.usage([stats])) if with_usage else None)
+        # The first answer's count of cached tokens holds: the others find what it computed.
+        in_order = [stats[index] for index in sorted(stats)]
+        yield ending(self._chunk(engine_calls.usage([in_order])) if with_usage else None)
 
     def _choice(self, index: int, result: Result) -> ChatChoice:
         parts = read_parts(self._tools.reader(), result.text, ends=True)

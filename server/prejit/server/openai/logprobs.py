@@ -150,12 +150,11 @@ class CompletionLogprobLists:
         )
 
     def _likely(self, found: Logprob) -> dict[str, float]:
-        # The chosen token is always among them, so there may be one more than asked for.
-        likely = {
-            self._names.of(token_id)[0]: max(logprob, LEAST)
-            for token_id, logprob in found.top[: self._top]
-        }
-        likely.setdefault(self._names.of(found.token_id)[0], max(found.logprob, LEAST))
+        # Parts of characters have one text: it keeps the most likely one's. The chosen token is always among
+        # them, so there may be one more than asked for.
+        likely: dict[str, float] = {}
+        for token_id, logprob in (*found.top[: self._top], (found.token_id, found.logprob)):
+            likely.setdefault(self._names.of(token_id)[0], max(logprob, LEAST))
         return likely
 
 

@@ -25,6 +25,7 @@ from typing import Literal, cast, final
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import PrejitError, UsageError, printable
 from prejit.runtime.format.release_limits import ReleaseLimits, fraction_of
+from prejit.runtime.ship.reference import without_login
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.sleeper import Sleeper
 from prejit.server.releases.answer_differences import BundleAnswer
@@ -77,7 +78,7 @@ class CanaryState:
 
     Attributes:
         model: the name of the model.
-        bundle: the path of the release.
+        bundle: the path of the release, without a password.
         share: the share of requests that it answers, 0 to 1.
         stage: what it does.
         old, new: the digests of both; empty: not known yet.
@@ -145,8 +146,8 @@ class Canaries:
                     f"canary: expected no other canary of {name!r}, found one of {before.state.bundle}",
                     hint='end it first: POST /canary {"action": "abort"}',
                 )
-            state = CanaryState(name, path, share)
-            run = _Run(state, self._models, self._swaps, self._app_of)
+            state = CanaryState(name, without_login(path), share)
+            run = _Run(state, path, self._models, self._swaps, self._app_of)
             self._runs[name] = run
         start_thread(run, "prejit-canary")
         return state
@@ -219,9 +220,9 @@ class _Run:
     """One canary: what its thread does."""
 
     def __init__(
-        self, state: CanaryState, models: Models, swaps: BundleSwaps, app_of: AppOf
+        self, state: CanaryState, path: str, models: Models, swaps: BundleSwaps, app_of: AppOf
     ) -> None:
-        self.state = state
+        self.state, self._path = state, path
         self._models, self._swaps, self._app_of = models, swaps, app_of
         self._sampled: queue.Queue[Line] = queue.Queue(_MOST_SAMPLED)
         self._wanted: Literal["", "promote", "abort", "stop"] = ""
@@ -273,7 +274,7 @@ class _Run:
         try:
             old = self._models.get(name)
             self._compare_contents(old)
-            new = self._swaps.load(name, self.state.bundle)
+            new = self._swaps.load(name, self._path)
             with _one_slot(old) as old_alone, _one_slot(new) as new_alone:
                 players = [
                     _Player(RequestPlayer(self._app_of, Models(alone)), served.engine.sleeper)
@@ -299,7 +300,7 @@ class _Run:
 
     def _compare_contents(self, old: Served) -> None:
         self._go_on("loading")
-        before, after = read_release(old.path, old.bundle.digest), read_release(self.state.bundle)
+        before, after = read_release(old.path, old.bundle.digest), read_release(self._path)
         self.state = replace(self.state, old=before.digest, new=after.digest)
         checks, self._limits = compare_contents(before, after)
         self._static = tuple(checks)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import AnswerError, PrejitError, UsageError, printable
+from prejit.runtime.ship.reference import without_login
 from prejit.server.served import served_adapters
 from prejit.server.served.heap import free_young
 from prejit.server.served.say import say
@@ -92,8 +93,8 @@ class BundleSwaps:
                     return before
                 if only is None and number < self._latest.get(name, 0):
                     raise UsageError(
-                        f"{name}: expected no later change while {path} was fetched, found "
-                        f"{before.bundle.digest} of {before.path}, which was asked for later",
+                        f"{name}: expected no later change while {without_login(path)} was fetched, found "
+                        f"{before.bundle.digest} of {without_login(before.path)}, which was asked for later",
                         hint="swap again if this bundle is to serve",
                     )
                 after = self._try(BundleSource(here, name), followed or path, before)
@@ -144,7 +145,7 @@ class BundleSwaps:
             if before.bundle is not tried_beside.bundle:
                 raise UsageError(
                     f"{after.name}: expected {tried_beside.bundle.digest}, beside which the release was "
-                    f"tried, found {before.bundle.digest} of {before.path}",
+                    f"tried, found {before.bundle.digest} of {without_login(before.path)}",
                     hint="try it again, beside the bundle that serves now",
                 )
             self._models.put(after.name, after)

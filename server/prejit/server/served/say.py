@@ -6,11 +6,13 @@ import contextlib
 import os
 import sys
 
+from prejit.runtime.ship.reference import without_login
+
 
 def say(text: str) -> None:
     """Print a text to stderr; forget it if its reader is gone or the disk is full."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(without_login(text), file=sys.stderr, flush=True)
     except BrokenPipeError:
         # The text stays in Python's buffer, whose flush at the end would fail and change the exit status.
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:

@@ -33,7 +33,7 @@ import numpy as np
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
-from prejit.runtime.ship.reference import is_reference
+from prejit.runtime.ship.reference import is_reference, without_login
 from prejit.server.served.say import say
 from prejit.server.telemetry.watched_engine import EngineCall, Watch
 
@@ -354,5 +354,5 @@ def _leaves(value: Any, at: str = "result") -> dict[str, Any]:
 
 
 def _absolute(path: str) -> str:
-    """Return what a replay in another directory can load: a path, or a reference as it is."""
-    return path if is_reference(path) else os.path.abspath(path)
+    """Return what a replay in another directory can load: a path, or a reference without its password."""
+    return without_login(path) if is_reference(path) else os.path.abspath(path)

@@ -154,3 +154,6 @@ def test_the_command(registry, tmp_path, capsys):
     for word in ("--back", first):  # it leads there already
         assert run(word) == 0
         assert tags(at)["prod"] == first
+    assert "--back` moves it back" in capsys.readouterr().out
+    assert __main__.main(["rollout", f"{at}:fresh", first]) == 0
+    assert "--back" not in capsys.readouterr().out

@@ -82,10 +82,20 @@ def test_the_command(wheel, tmp_path, capsys):
     assert "expected a version such as 1.2.0, found 'next'" in capsys.readouterr().err
 
 
+def half(_builder, _kind, output):
+    (Path(output) / "call_bundle-1-py3-none-any.whl").write_bytes(b"PK")
+    raise OSError("No space left")
+
+
 def test_a_package_without_a_bundle_or_a_place_without_room_is_named(wheel, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="file: cannot write the wheel"):
         write_wheel(str(GOLDEN / "call"), tmp_path / "file")
+    with monkeypatch.context() as patch:
+        patch.setattr("build.ProjectBuilder.build", half)
+        with pytest.raises(BuildError, match=r"cannot write the wheel .*: No space left"):
+            write_wheel(str(GOLDEN / "call"), tmp_path / "full")
+    assert [*(tmp_path / "full").iterdir()] == []
     for name, expected in (
         *((each, "the name of an installed package") for each in ("no-such-bundle", "../call")),
         ("click", "a package that `prejit wheel` wrote"),

@@ -14,7 +14,7 @@ from tests.signers import private_pem, signer
 from prejit.compiler.signing.bundle_signing import files_of, sign
 from prejit.compiler.signing.private_key import parse_private_key, read_private_key
 from prejit.runtime.__main__ import main
-from prejit.runtime.errors import PolicyError, RejectError, StoreError, UsageError
+from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 
 PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
@@ -24,6 +24,8 @@ PLAIN = serialization.NoEncryption()
 def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(capsys, tmp_path):
     assert main(["sign", str(tmp_path)]) == 2
     assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
+    assert main(["sign", "oci://host/demo:v1", "--key", str(tmp_path)]) == 2
+    assert "prejit copy oci://host/demo:v1 DIRECTORY" in capsys.readouterr().err
     with pytest.raises(UsageError, match="found a plain one") as raised:
         parse_private_key(private_pem("a"), "key", "sesame")
     assert "unset PREJIT_KEY_PASSWORD" in str(raised.value.hint)
@@ -32,8 +34,9 @@ def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(capsy
         with pytest.raises(UsageError, match=r"^key: expected") as raised:
             parse_private_key(pem, "key")
         assert raised.value.hint
-    with pytest.raises(PolicyError, match="secp256k1"):
+    with pytest.raises(UsageError, match="secp256k1") as raised:
         parse_private_key(private_pem("a", "SECP256K1"), "key")
+    assert "make one" in str(raised.value.hint)
     with pytest.raises(StoreError, match="cannot read a key"):
         read_private_key(tmp_path / "gone.pem")
     secret, key = serialization.BestAvailableEncryption(b"sesame"), ec.SECP256R1()

@@ -123,7 +123,7 @@ def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, ran):
         for command, *rest in (("inspect",), ("encode", "a"), ("explain",)):
             said = ran(command, f"{tmp_path}/{path}", *rest, status=6).err
             assert said.endswith(f"hint: did you mean {tmp_path / 'artifacts' / 'encoder'}?\n")
-    assert "give the directory of a bundle" in ran("inspect", tmp_path / "x" / "x", status=6).err
+    assert "or `prejit copy` from a .tar" in ran("inspect", tmp_path / "x" / "x", status=6).err
 
 
 def test_call_says_where_time_went(settled_dir, x_file, tmp_path, prejit):

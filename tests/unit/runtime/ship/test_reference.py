@@ -18,6 +18,7 @@ DIGEST = "sha256:" + "a" * 64
         (f"oci://[::1]:5000/a:b@{DIGEST}", ("oci", "oci://[::1]:5000/a", "b", DIGEST)),
         ("s3://bucket/a/b:v1.2", ("s3", "s3://bucket/a/b", "v1.2", "")),
         ("https://host:8443/models/demo", ("https", "https://host:8443/models/demo", "", "")),
+        ("https://host:8443", ("https", "https://host:8443", "", "")),
         ("artifacts/demo", ("dir", "artifacts/demo", "", "")),
     ],
 )
@@ -39,6 +40,10 @@ def test_a_wrong_reference_is_refused_and_a_password_is_not_printed():
         with pytest.raises(UsageError, match=said):
             parse_reference(text)
     assert str(parse_reference("https://me:secret@host/a")) == "https://host/a"
+    for text in ("ftp://me:secret@host/a", "oci://me:secret@host", "https://me:secret@host/a:-x"):
+        with pytest.raises(UsageError) as raised:
+            parse_reference(text)
+        assert "secret" not in f"{raised.value} {raised.value.hint}"
 
 
 @given(

@@ -167,6 +167,20 @@ def test_a_token_that_ends_during_a_push_is_asked_for_again(fleet, tmp_path, log
     assert content(tmp_path / "back") == content(fleet)
 
 
+def test_an_upload_that_the_registry_lost_begins_again(fleet):
+    with fake_registry() as registry:
+        lost = [404, "hang up"]  # after a cut a registry has no upload to go on with
+        registry.fault = lambda method, path: (
+            lost.pop() if method == "PUT" and "/uploads/" in path and lost else None
+        )
+        moved(fleet, f"oci://{registry.host}/fleet:v1")
+        assert not lost
+        # One without any upload is an error all the same.
+        registry.fault = lambda method, path: 404 if "/uploads/1" in path else None
+        with pytest.raises(StoreError, match="404"):
+            moved(fleet, f"oci://{registry.host}/other:v1")
+
+
 def test_what_is_no_bundle_and_what_is_another(fleet, tmp_path):
     with fake_registry() as registry:
         at = f"oci://{registry.host}/fleet"

@@ -44,6 +44,23 @@ def test_a_limit_that_is_none_is_refused(option, values, capsys):
         assert value in error
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("x --adapter a", "expected NAME=DIR, found 'a'"),
+        ("x y --adapter a=d", "expected MODEL:NAME=DIR, found 'a=d'"),
+        (
+            "m=x y --adapter n:a=d",
+            "expected a bundle that is given as n=BUNDLE, found 'n:a=d' beside m=",
+        ),
+        ("x --adapter m:a=d", "expected a bundle that is given as m=BUNDLE, found 'm:a=d'\n"),
+    ],
+)
+def test_an_adapter_of_no_named_bundle_is_refused(given, said, capsys):
+    assert __main__.main(["serve", *given.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_every_option_reaches_the_server(monkeypatch):
     given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))

@@ -1,12 +1,15 @@
 """Grammars of a bundle: what they take, what they refuse and how, and that each is compiled once."""
 
 import functools
+import json
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
+from prejit.server.grammar.grammar_sources import schema_source
 from prejit.server.grammar.grammars import Grammars
 from prejit.server.grammar.schema_paths import error_path
 from prejit.server.grammar.tool_call_grammar import ToolForm
@@ -159,6 +162,26 @@ def test_markers_references_and_keywords_of_tools(bundle, grammars):
 def test_a_wrong_tool_is_named(grammars, tools, message):
     with pytest.raises(UsageError, match=message):
         grammars.tools(tools, ToolForm())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ('^[^"]+$', "a\\\n", 'a"'),
+        (r"^[^/\\]+$", 'a"\t', "a\\"),
+        (r"^x[^-\]]{2}$", "xa\n", "xa-"),
+        (r"^\[[^-x]$", "[a", "[-"),
+    ],
+)
+def test_a_class_of_a_pattern_has_no_character_that_it_leaves_out(pattern, right, wrong):
+    inner = {"type": "string", "pattern": pattern}
+    data = {"const": {"pattern": "[^a]"}}  # no schema
+    schema = {"properties": {"pattern": inner, "data": data}, "required": ["pattern", "data"]}
+    written = schema_source(schema | {"type": "object"}).text
+    matcher = LLMatcher(LLTokenizer("byte"), written)
+    for value, is_right in ((right, True), (wrong, False)):
+        text = json.dumps({"pattern": value, "data": data["const"]}, separators=(",", ":"))
+        assert (matcher.validate_tokens([*text.encode()]) == len(text)) is is_right
 
 
 BAD = {"type": "string", "pattern": "(?=a)b"}

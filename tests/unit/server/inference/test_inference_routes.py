@@ -18,7 +18,7 @@ from prejit.runtime import load
 from prejit.runtime.errors import DeadlineError
 from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.server_settings import Settings
-from prejit.server.inference.inference_models import static_values
+from prejit.server.inference.inference_models import InferenceModel, static_values
 from prejit.server.served.served import Models, Served
 
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
@@ -54,6 +54,14 @@ def test_static_values_that_python_calls_equal_are_listed_each(bundle):
     texts = ("1", "true", '"1"', "1", '["float","0x1.8000000000000p+0"]', '["tuple",[1,2]]')
     buckets = [replace(bundle.config.programs[0], static={"k": text}) for text in texts]
     assert [*map(repr, static_values(buckets)["k"])] == ["1", "True", "'1'", "1.5", "'(1, 2)'"]
+
+
+def test_a_static_argument_may_have_the_name_of_a_parameter_of_the_protocol(bundle):
+    bucket = replace(bundle.config.programs[0], static={"priority": "5"})
+    model = InferenceModel(served(bundle), bucket.name, [bucket])
+    given = {each.name: X for each in model.inputs}
+    _, kwargs = model.arguments(given, {"priority": 5, "timeout": 9})
+    assert (kwargs["priority"], "timeout" in kwargs) == (5, False)
 
 
 def test_the_server_and_its_models_are_found(client):

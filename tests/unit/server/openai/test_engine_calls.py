@@ -1,4 +1,4 @@
-"""Several streams of one request: all of them end when one fails, is refused, or nobody reads."""
+"""Streams of one request all end when one fails, is refused, or nobody reads; log-probabilities by text."""
 
 import asyncio
 
@@ -6,9 +6,11 @@ import pytest
 
 from prejit.runtime.errors import NumbersError, QueueFullError
 from prejit.runtime.generation.generate import Piece
+from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.gate.http_errors import ApiError
 from prejit.server.openai.engine_calls import TextCall, pieces
+from prejit.server.openai.logprobs import CompletionLogprobLists, TokenNames
 
 
 class Stream:
@@ -93,3 +95,10 @@ def test_more_texts_than_may_wait_are_refused_for_ever():
             asyncio.run(take([call(engine, count, limits) for count in choices], 1))
         assert error.value.status == 400
         assert engine.seeds == []
+
+
+def test_tokens_of_one_text_keep_the_log_probability_of_the_most_likely():
+    names = TokenNames((b"\xc3", b"\xa9", b"a"))  # the first two are parts of a character
+    found = Logprob(1, -2.0, ((0, -0.5), (1, -2.0), (2, -3.0)))
+    [likely] = CompletionLogprobLists(names, 3).take([found]).top_logprobs
+    assert likely == {"\ufffd": -0.5, "a": -3.0}

@@ -12,6 +12,7 @@ from tests.served import StandIn, StandInStream, stats
 
 from prejit.runtime.errors import StoreError
 from prejit.server.engine.fair_queue import NO_LIMITS
+from prejit.server.served.say import say
 from prejit.server.served.served import Models
 from prejit.server.telemetry.requestlog import (
     Entry,
@@ -167,6 +168,18 @@ def test_a_log_that_was_moved_is_opened_again_and_can_be_replayed_alone(tmp_path
 
     assert events(moved) == ["start", "request"]
     assert events(path) == ["start"]
+
+
+def test_neither_the_log_nor_a_message_has_the_password_of_a_bundle(tmp_path, capsys):
+    log = RequestLog(str(tmp_path / "log"))
+    bundle = SimpleNamespace(digest="sha256:0", target="cpu-host")
+    url = "https://me:secret@host/demo:v1"
+    log.start([SimpleNamespace(name="demo", bundle=bundle, path=url)], max_tokens=None)
+    log.close()
+    [line] = (tmp_path / "log").read_text().splitlines()
+    assert json.loads(line)["models"][0]["path"] == "https://host/demo:v1"
+    say(f"demo: swapped for {url}")
+    assert capsys.readouterr().err == "demo: swapped for https://host/demo:v1\n"
 
 
 def test_a_log_is_for_its_owner_alone(tmp_path, monkeypatch):
