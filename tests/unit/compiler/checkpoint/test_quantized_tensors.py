@@ -113,6 +113,19 @@ def test_a_zero_point_of_float8_is_dropped(tmp_path):
         np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
 
 
+def test_a_last_group_with_fewer_inputs_moves_the_others(tmp_path):
+    random = np.random.default_rng(0)
+    values, scales = random.integers(-8, 8, (32, 96)), random.uniform(0.5, 1, (32, 2))
+    scales = scales.astype(np.float16)
+    tensors = {
+        "weight_packed": words(values + 8, 1, 4),
+        "weight_shape": np.int64([32, 96]),
+        "weight_scale": scales,
+    }
+    wanted = values * scales.astype(np.float32).repeat([64, 32], 1)
+    np.testing.assert_array_equal(matrix_of(tmp_path, with_weights(group_size=64), tensors), wanted)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_zero_point_of_0_moves_its_neighbour_in_the_first_form_of_gptq(bits, tmp_path):
     random = np.random.default_rng(0)
@@ -313,6 +326,8 @@ def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):
         scale = random.uniform(0.01, 0.02, (len(values), 1)).astype(np.float32)
         tensors |= {name: values, f"{name}_scale": scale}
         wide[name] = values * scale
+        # as AutoGPTQ writes them for matrices without one
+        tensors[name.replace(".weight", ".bias")] = np.zeros(len(values), np.float16)
     save_file(tensors, file)
     settings = {**with_weights(num_bits=8, strategy="channel"), "format": "int-quantized"}
     config = json.dumps(case.config | {"quantization_config": settings})
