@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ml_dtypes import float8_e4m3fn
+from ml_dtypes import bfloat16, float8_e4m3fn
 from safetensors.numpy import load_file, save_file
 from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits, words
 from tests.parity.sibling_cases import cases as siblings
@@ -177,6 +177,26 @@ NF4 = {
     **{"weight.absmax": np.zeros(32, np.uint8), "weight.nested_absmax": np.ones(2, np.float32)},
     "weight.nested_quant_map": np.zeros(256, np.float32),
 }
+
+
+@pytest.mark.parametrize("storage", [bfloat16, np.float16, np.float32])
+def test_bytes_that_are_stored_as_floats_are_refused(storage, tmp_path):
+    random = np.random.default_rng(0)
+    state = np.frombuffer(json.dumps({"shape": [36, 6], "blocksize": 8}).encode(), np.uint8)
+    tensors = {
+        "weight": random.integers(0, 256, (108, 1)).astype(np.uint8),
+        "weight.quant_map": random.standard_normal(16, np.float32),
+        "weight.absmax": random.uniform(1, 2, 27).astype(np.float32),
+        "weight.quant_state.bitsandbytes__nf4": state,
+    }
+    settings = {"quant_method": "bitsandbytes"}
+    wanted = matrix_of(tmp_path, settings, tensors)
+    tensors["weight"] = tensors["weight"].reshape(-1).view(storage)[:, None]
+    np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
+    read = read_quantization(tmp_path / "config.json", settings)
+    found, _ = with_whole_matrices(published(tmp_path / "model.safetensors"), read)
+    parts = [found["m.weight"].read(slice(at, at + 1)) for at in range(36)]
+    np.testing.assert_array_equal(np.concatenate(parts), wanted)
 
 
 @pytest.mark.parametrize(
