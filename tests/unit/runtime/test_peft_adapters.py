@@ -81,13 +81,21 @@ def test_patterns_of_people_match_and_the_slowest_that_may_pass_takes_seconds_at
     assert time.process_time() - began < 3
 
 
-def test_transformers_names_of_nemotron_h_are_those_of_its_checkpoint(tmp_path):
-    room = pairs("backbone.layers.{}.mixer.q_proj")
+@pytest.mark.parametrize(
+    ("ours", "starts"),
+    [
+        ("backbone.layers.{}.mixer.q_proj", ("model.", "backbone.", "")),
+        # of a text model alone, and as a part of one that reads images, in transformers 5 and 4
+        (LLAMA, ("model.", "model.language_model.", "language_model.model.", "")),
+    ],
+)
+def test_names_of_transformers_classes_are_those_of_the_checkpoint(ours, starts, tmp_path):
+    room, last = pairs(ours), ours.partition(".")[2]
     found = [
-        read_adapter(write(tmp_path / start, name=f"{start}.layers.{{}}.mixer.q_proj"), room)
-        for start in ("model", "backbone")
+        read_adapter(write(tmp_path / str(at), name=start + last), room)
+        for at, start in enumerate(starts)
     ]
-    assert [each.changes.keys() for each in found] == [{*room[0].modules}] * 2
+    assert [each.changes.keys() for each in found] == [{*room[0].modules}] * len(starts)
 
 
 A, B = (f"base_model.model.{LLAMA.format(0)}.lora_{end}.weight" for end in "AB")

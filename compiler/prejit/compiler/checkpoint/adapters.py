@@ -162,7 +162,9 @@ def merged(
         module, _, last = name.rpartition(".")
         module = module.removesuffix(".base_layer")
         ours = name_of(f"{module}.{last}")
-        if not _is_replaced(config, module, last) and ours not in (naming.embedding, naming.head):
+        # PEFT saves the whole layers of embedding and head beside their changes.
+        kept = f"{ours.rpartition('.')[0]}.weight" in (naming.embedding, naming.head)
+        if not kept and not _is_replaced(config, module, last):
             problems.append(f"{published}, which {CONFIG} does not name")
         if ours in new:
             problems.append(f"{published}, which another tensor gives too")

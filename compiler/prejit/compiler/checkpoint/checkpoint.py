@@ -172,7 +172,7 @@ class Checkpoint:
             problems += unfit
         found, misnamed = _named(published, naming, parameters)
         problems += misnamed
-        _drop_zero_biases(found, parameters)
+        _drop_zero_biases(found, parameters, published)
         for copy in (naming.head, *naming.copies):
             if copy not in parameters:
                 problems += _tie(found, copy, naming)
@@ -393,12 +393,15 @@ def _named(
 
 
 def _drop_zero_biases(
-    found: dict[str, ParameterSource], parameters: Mapping[str, Parameter]
+    found: dict[str, ParameterSource],
+    parameters: Mapping[str, Parameter],
+    published: Mapping[str, Tensor],
 ) -> None:
     """Drop biases that the model does not have: AutoGPTQ writes zeros for matrices without one."""
     for name in found.keys() - parameters.keys():
-        beside = found.get(f"{name.removesuffix('.bias')}.weight")
-        is_beside = name.endswith(".bias") and beside is not None and beside.form
+        # A matrix of an expert is a part of a parameter, so its published name finds it.
+        beside = published.get(f"{found[name].published.removesuffix('.bias')}.weight")
+        is_beside = name.endswith(".bias") and beside is not None and beside.few_bits is not None
         if is_beside and not found[name].read().any():
             del found[name]
 

@@ -298,7 +298,10 @@ def _two_axes(tensor: Tensor) -> Values:
 def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
     """Return a matrix of bitsandbytes in four bits, whose sizes are in a tensor of this name."""
     described = parts.need(state, "U8")
-    bytes_, table = parts.need("weight", "U8"), parts.need("weight.quant_map", "F32")
+    # bnb_4bit_quant_storage: bytes may be stored as elements of floats, which mean nothing
+    bytes_ = parts.need("weight", "U8", *_FLOATS)
+    table = parts.need("weight.quant_map", "F32")
+    stored = {"F32": 4, "F16": 2, "BF16": 2}.get(bytes_.dtype, 1)
     factors = parts.need("weight.absmax", "F32", "U8")
     nested = parts.get("weight.nested_absmax", "F32")
     nested_table = parts.get("weight.nested_quant_map", "F32")
@@ -324,7 +327,7 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
     if (
         min(outputs, inputs, size, nested_size) < 1
         or max(size, nested_size) > 1 << 30
-        or np.prod(bytes_.shape) != -(-elements // 2)
+        or np.prod(bytes_.shape) * stored != -(-elements // 2)
         or factors.shape != (count := -(-elements // size),)
         or table.shape != (16,)
         or (factors.dtype == "U8")
@@ -334,7 +337,10 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
 
     def values(part: slice) -> Values:
         first, last = part.start * inputs, max(part.start, part.stop) * inputs
-        pairs = bytes_.read(slice(first // 2, -(-last // 2))).reshape(-1)
+        start, end = first // 2, -(-last // 2)
+        held = bytes_.read(slice(start // stored, -(-end // stored)))
+        begins = start % stored
+        pairs = held.reshape(-1).view(np.uint8)[begins : begins + end - start]
         indexes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(-1)[first % 2 :]
         scale = factors.read(slice(first // size, -(-last // size)))
         if nested is not None and nested_table is not None:

@@ -156,9 +156,10 @@ def _compressed_tensors(file: Path, settings: Mapping[str, Any]) -> Quantization
         _require(file, weights, f"{key}.weights.num_bits", [8] if kind == "float" else BITS)
         _require(file, weights, f"{key}.weights.strategy", _STRATEGIES)
         blocks += _block(file, f"{key}.weights.block_structure", weights.get("block_structure"))
+        size = weights.get("group_size")
+        sizes = [(1, size)] if type(size) is int and size > 0 else []
+        blocks += sizes  # the last group of a matrix may have fewer inputs
         if weights.get("num_bits") == 4:
-            size = weights.get("group_size")
-            sizes = [(1, size)] if type(size) is int and size > 0 else []
             held.append(_held(sizes, zeros=weights.get("symmetric") is False))
     groups_of_all = Groups(
         min((each.size for each in held), default=32), any(each.zeros for each in held)

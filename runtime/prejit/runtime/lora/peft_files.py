@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def read_adapter(
                 module, end = module.removesuffix(f".{each}.weight"), each
         if not end:
             problems.append(f"{published}, which is neither lora_A nor lora_B")
-        elif _published(module) not in known and module not in known:
+        elif _name(module, known) is None:
             problems.append(f"{module}, which is no matrix that the bundle lets adapters change")
             others.append(module)
         elif not is_target(config, module):
@@ -132,7 +132,8 @@ def read_adapter(
             changes[module][end] = values
     result: dict[str, tuple[Values, Values]] = {}
     for module, parts in changes.items():
-        name = module if module in known else _published(module)
+        name = _name(module, known)
+        assert name is not None
         pair = known[name]
         most, inputs, outputs = pair.down.shape[2], pair.down.shape[3], pair.up.shape[3]
         rank, factor = rank_and_factor(config, config_file, module)
@@ -168,9 +169,22 @@ def read_adapter(
     return AdapterValues(digest, rank, result)
 
 
-def _published(module: str) -> str:
-    """Return the name of a module in checkpoints of Nemotron-H, which transformers' classes rename."""
-    return f"backbone.{module.removeprefix('model.')}"
+_MOVED = (
+    # of models that also read images, in the names of transformers 5 and 4
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("model.", "backbone."),  # of Nemotron-H
+    *(("", "model."), ("", "backbone.")),  # of models without a head
+)
+"""Beginnings of names in transformers' classes, and in bundles."""
+
+
+def _name(module: str, known: Collection[str]) -> str | None:
+    """Return the name of an adapter's module in the bundle; None: the bundle has none."""
+    moved = (
+        ours + module.removeprefix(theirs) for theirs, ours in _MOVED if module.startswith(theirs)
+    )
+    return next((name for name in (module, *moved) if name in known), None)
 
 
 def _tensors(content: bytes, file: Path) -> dict[str, Values]:

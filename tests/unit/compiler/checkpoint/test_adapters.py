@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.encoders import bert_config
-from tests.parity import encoder_cases
+from tests.parity import encoder_cases, sibling_cases
 from tests.parity.adapter_cases import CASES, write_adapter
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
@@ -99,6 +99,24 @@ def test_a_tied_model_takes_an_embedding_whose_copy_is_equal(tmp_path):
     new = np.full((31, 24), 2, np.float32)
     save_file({**load_file(file), HEAD: new, EMBEDDING: new}, file)
     assert np.array_equal(checkpoint.read("model.embed_tokens.weight"), new)
+
+
+def test_the_bias_of_a_head_may_lie_beside_its_change(tmp_path):
+    base = next(case for case in sibling_cases.cases() if case.name == "phi-0")
+    vocabulary, width = base.config["vocab_size"], base.config["hidden_size"]
+    head = "base_model.model.lm_head"
+
+    def change(config, shapes):
+        config.update(target_modules=["lm_head"])
+        shapes.clear()
+        kept = {"weight": (vocabulary, width), "bias": (vocabulary,)}
+        shapes.update({f"{head}.base_layer.{end}": shape for end, shape in kept.items()})
+        shapes.update({f"{head}.lora_A.weight": (2, width)})
+        shapes.update({f"{head}.lora_B.weight": (vocabulary, 2)})
+
+    found = with_adapter(tmp_path, base, change).read("lm_head.bias")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert np.array_equal(found, saved[f"{head}.base_layer.bias"])
 
 
 def test_files_that_are_damaged_or_not_finite_or_in_another_format_are_refused(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ml_dtypes import float8_e4m3fn
+from ml_dtypes import bfloat16, float8_e4m3fn
 from safetensors.numpy import load_file, save_file
 from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits, words
 from tests.parity.sibling_cases import cases as siblings
@@ -113,6 +113,19 @@ def test_a_zero_point_of_float8_is_dropped(tmp_path):
         np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
 
 
+def test_a_last_group_with_fewer_inputs_moves_the_others(tmp_path):
+    random = np.random.default_rng(0)
+    values, scales = random.integers(-8, 8, (32, 96)), random.uniform(0.5, 1, (32, 2))
+    scales = scales.astype(np.float16)
+    tensors = {
+        "weight_packed": words(values + 8, 1, 4),
+        "weight_shape": np.int64([32, 96]),
+        "weight_scale": scales,
+    }
+    wanted = values * scales.astype(np.float32).repeat([64, 32], 1)
+    np.testing.assert_array_equal(matrix_of(tmp_path, with_weights(group_size=64), tensors), wanted)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_zero_point_of_0_moves_its_neighbour_in_the_first_form_of_gptq(bits, tmp_path):
     random = np.random.default_rng(0)
@@ -164,6 +177,26 @@ NF4 = {
     **{"weight.absmax": np.zeros(32, np.uint8), "weight.nested_absmax": np.ones(2, np.float32)},
     "weight.nested_quant_map": np.zeros(256, np.float32),
 }
+
+
+@pytest.mark.parametrize("storage", [bfloat16, np.float16, np.float32])
+def test_bytes_that_are_stored_as_floats_are_refused(storage, tmp_path):
+    random = np.random.default_rng(0)
+    state = np.frombuffer(json.dumps({"shape": [36, 6], "blocksize": 8}).encode(), np.uint8)
+    tensors = {
+        "weight": random.integers(0, 256, (108, 1)).astype(np.uint8),
+        "weight.quant_map": random.standard_normal(16, np.float32),
+        "weight.absmax": random.uniform(1, 2, 27).astype(np.float32),
+        "weight.quant_state.bitsandbytes__nf4": state,
+    }
+    settings = {"quant_method": "bitsandbytes"}
+    wanted = matrix_of(tmp_path, settings, tensors)
+    tensors["weight"] = tensors["weight"].reshape(-1).view(storage)[:, None]
+    np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
+    read = read_quantization(tmp_path / "config.json", settings)
+    found, _ = with_whole_matrices(published(tmp_path / "model.safetensors"), read)
+    parts = [found["m.weight"].read(slice(at, at + 1)) for at in range(36)]
+    np.testing.assert_array_equal(np.concatenate(parts), wanted)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +346,8 @@ def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):
         scale = random.uniform(0.01, 0.02, (len(values), 1)).astype(np.float32)
         tensors |= {name: values, f"{name}_scale": scale}
         wide[name] = values * scale
+        # as AutoGPTQ writes them for matrices without one
+        tensors[name.replace(".weight", ".bias")] = np.zeros(len(values), np.float16)
     save_file(tensors, file)
     settings = {**with_weights(num_bits=8, strategy="channel"), "format": "int-quantized"}
     config = json.dumps(case.config | {"quantization_config": settings})

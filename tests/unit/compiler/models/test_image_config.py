@@ -116,6 +116,10 @@ def test_a_processor_has_the_defaults_of_its_class(tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": bare}))
     plain = read_processing(tmp_path, "ViTImageProcessor")
     assert (plain.size, plain.resize, plain.factor) == ((5, 5), (), 1.0)
+    # Gemma's class never crops, whatever its file says.
+    whole = {"do_center_crop": True, "crop_size": 5, "size": {"height": 6, "width": 7}}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": whole}))
+    assert read_processing(tmp_path, "Gemma3ImageProcessor").size == (6, 7)
 
 
 def test_a_tokenizer_that_fills_texts_up_elsewhere_is_an_error(tmp_path):

@@ -156,7 +156,7 @@ def read_processing(directory: Path, default: str) -> ImageProcessing:
     if settings["do_resize"]:
         resize = _size(file, settings, "size", square=settings["default_to_square"])
     size = resize
-    if settings["do_center_crop"]:
+    if settings["do_center_crop"] and name != "Gemma3ImageProcessor":  # which never crops
         size = _size(file, settings, "crop_size", square=True)
     if len(size) != 2:
         wanted = "true, or a size with height and width: all pictures must get the same size"

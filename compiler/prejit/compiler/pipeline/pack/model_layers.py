@@ -52,16 +52,18 @@ if TYPE_CHECKING:
 
 
 Values = np.ndarray[Any, Any]
-_UNREAD_GENERATION = frozenset(
-    (
-        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"),
-        *("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
-        *("num_beams", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale", "min_length"),
-        *("exponential_decay_length_penalty", "stop_strings"),
-    )
-)
-"""Keys of generation_config.json by which transformers chooses tokens, and prejit does not."""
+_UNREAD_GENERATION: Mapping[str, int | None] = {
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "stop_strings", "watermarking_config")),
+    **dict.fromkeys(("constraints", "force_words_ids", "dola_layers", "token_healing", "top_h")),
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
+}
+"""Keys of generation_config.json by which transformers chooses tokens, and prejit does not.
+
+Each has the number that changes no text; None: every number does."""
 
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
@@ -216,11 +218,11 @@ def check_generation(path: Path, content: bytes) -> list[str]:
         raise CheckpointError(
             f"{path}: {error}", hint="correct the value, or remove the key to use prejit's default"
         ) from error
-    # null, 0, 1, false or nothing in a list changes no text
     return [
         key
         for key, value in json.loads(content).items()
-        if key in _UNREAD_GENERATION and value not in (None, 0, 1, [], {})
+        if key in _UNREAD_GENERATION
+        and not (value in (None, [], {}) or value is False or value == _UNREAD_GENERATION[key])
     ]
 
 

@@ -33,10 +33,11 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     path = tmp_path / "generation_config.json"
     # What changes the text in transformers alone is named, and so may be in a note.
     others = (
-        b'"no_repeat_ngram_size": 3, "suppress_tokens": [], "num_beams": 1, "bad_words_ids": [[1]]'
+        b'"no_repeat_ngram_size": 1, "suppress_tokens": [], "num_beams": 1, "bad_words_ids": [[1]], '
+        b'"forced_eos_token_id": 1, "epsilon_cutoff": 0.0, "token_healing": false'
     )
     found = check_generation(path, b'{"temperature": 0.5, "unknown": {}, ' + others + b"}")
-    assert found == ["no_repeat_ngram_size", "bad_words_ids"]
+    assert found == ["no_repeat_ngram_size", "bad_words_ids", "forced_eos_token_id"]
     with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
         check_generation(path, b'{"top_p": "x"}')
     with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
