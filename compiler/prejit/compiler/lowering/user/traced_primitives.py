@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile, zip_longest
@@ -81,7 +82,7 @@ def called_files(traced: ClosedJaxpr, caller: str) -> set[str]:
 
 @contextmanager
 def noting_files(found: set[str]) -> Iterator[None]:
-    """Add the files of all code that runs in the block, also of code that makes no operations."""
+    """Add the files of all code that this thread runs in the block, also of code that makes no operations."""
     monitoring: Any = getattr(sys, "monitoring", None)
     tool = next((i for i in _TOOLS if monitoring and monitoring.get_tool(i) is None), None)
     if tool is None:  # Python 3.11, where this costs more
@@ -93,7 +94,11 @@ def noting_files(found: set[str]) -> Iterator[None]:
             sys.setprofile(before)
         return
 
+    tracing = threading.get_ident()
+
     def note(code: CodeType, _: int) -> object:
+        if threading.get_ident() != tracing:  # what other threads do has nothing to do with it
+            return None
         found.add(code.co_filename)
         return monitoring.DISABLE  # once for each code
 
