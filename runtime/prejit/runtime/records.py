@@ -112,7 +112,7 @@ else:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
     class _OfStandard:
-        """What `dataclasses` keeps in a class, made when it first asks."""
+        """An attribute that `dataclasses` looks for in a class. It is made when it is first read."""
 
         def __init__(self, name):
             self.name = name

@@ -29,6 +29,7 @@ import numpy as np
 from prejit.compiler.checkpoint.quantized_matrix import QuantizedMatrix
 from prejit.compiler.checkpoint.tensor_files import Tensor
 from prejit.compiler.models.quantization_settings import BITS, Quantization
+from prejit.runtime.format.checks.layers import SAFETENSORS_DTYPES
 
 Values = np.ndarray[Any, Any]
 _WORD_BITS = 32
@@ -301,7 +302,7 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
     # bnb_4bit_quant_storage: bytes may be stored as elements of floats, which mean nothing
     bytes_ = parts.need("weight", "U8", *_FLOATS)
     table = parts.need("weight.quant_map", "F32")
-    stored = {"F32": 4, "F16": 2, "BF16": 2}.get(bytes_.dtype, 1)
+    stored = SAFETENSORS_DTYPES[bytes_.dtype][1]
     factors = parts.need("weight.absmax", "F32", "U8")
     nested = parts.get("weight.nested_absmax", "F32")
     nested_table = parts.get("weight.nested_quant_map", "F32")

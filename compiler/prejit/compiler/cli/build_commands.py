@@ -1,4 +1,4 @@
-"""`prejit build`, `plan` and `rebuild`, and the options that commands of the build side share."""
+"""`prejit build`, `plan` and `rebuild`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.runtime.cli.command_options import COUNT, JSON, VERBOSE, Attributes
+from prejit.compiler.cli.shared_options import BUNDLE_HERE, CACHE, DIR, FILE, PATH
+from prejit.runtime.cli.command_options import COUNT, JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -24,33 +25,8 @@ if TYPE_CHECKING:
     from prejit.runtime.errors import PrejitError
 
 
-PATH = click.Path(path_type=Path, readable=False)
-
-
-class _BundleHere(click.Path):
-    """The directory of a bundle that a command changes or compares, so that no reference will do."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path. As `click.Path.convert`."""
-        from prejit.runtime.errors import UsageError
-        from prejit.runtime.ship.reference import is_reference
-
-        if is_reference(value):
-            raise UsageError(
-                f"{value}: expected a directory on this machine, found a reference",
-                hint=f"copy it first: prejit copy {value} DIRECTORY",
-            )
-        return super().convert(value, param, ctx)
-
-
-BUNDLE_HERE = _BundleHere(path_type=Path, readable=False)
-FILE: Attributes = {"type": PATH, "metavar": "FILE"}
-DIR: Attributes = {"type": PATH, "metavar": "DIR"}
 TARGETS = click.option(
     "--target", "targets", multiple=True, metavar="NAME", help="Only this target; may be repeated."
-)
-CACHE = click.option(
-    "--cache", **DIR, help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build)."
 )
 SHARED = click.option(
     "--store",

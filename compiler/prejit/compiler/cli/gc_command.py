@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.build_commands import CACHE
+from prejit.compiler.cli.shared_options import CACHE
 from prejit.runtime.base.wording import size, table
 from prejit.runtime.cli.command_options import JSON, SIZE
 from prejit.runtime.cli.output import print_json

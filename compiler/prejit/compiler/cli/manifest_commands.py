@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.compiler.cli.build_commands import FILE, PATH
+from prejit.compiler.cli.shared_options import FILE, PATH
 from prejit.runtime.cli.command_options import COUNT, JSON, Number
 from prejit.runtime.cli.output import print_json
 

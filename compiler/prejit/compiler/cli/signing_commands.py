@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prejit.compiler.cli.build_commands import BUNDLE_HERE, FILE
+from prejit.compiler.cli.shared_options import BUNDLE_HERE, FILE
 from prejit.runtime.cli.command_options import COUNT, JSON, check_one
 from prejit.runtime.cli.output import print_json
 

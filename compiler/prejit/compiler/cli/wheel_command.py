@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from prejit.compiler.cli.build_commands import DIR
+from prejit.compiler.cli.shared_options import DIR
 from prejit.runtime.cli.command_options import JSON, WHOLE_BUNDLE
 from prejit.runtime.cli.output import print_json, print_text
 

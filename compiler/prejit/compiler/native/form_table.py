@@ -91,14 +91,14 @@ class FormTable:
     @cached_property
     def by_level(self) -> Mapping[tuple[str, Product], Measured]:
         """The latest entry for each level and product."""
-        return {(each.conditions.level, each.product): each for each in self._oldest_first}
+        return {(each.conditions.level, each.product): each for each in self.oldest_first}
 
     @cached_property
     def by_cpu(self) -> Mapping[tuple[str, str, Product], Measured]:
         """The latest entry for each level, name of a CPU and product."""
         return {
             (each.conditions.level, each.conditions.cpu, each.product): each
-            for each in self._oldest_first
+            for each in self.oldest_first
         }
 
     @cached_property
@@ -106,11 +106,12 @@ class FormTable:
         """The latest entry for each level, version of jaxlib and product."""
         return {
             (each.conditions.level, each.conditions.jaxlib, each.product): each
-            for each in self._oldest_first
+            for each in self.oldest_first
         }
 
     @cached_property
-    def _oldest_first(self) -> list[Measured]:
+    def oldest_first(self) -> list[Measured]:
+        """The entries in the order of their dates."""
         return sorted(self.entries, key=lambda each: (each.date, each.conditions))
 
     def merged(self, newer: FormTable) -> FormTable:
@@ -287,9 +288,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 MARGIN = 1.1
-"""A form is chosen if it is more than this many times as fast as the default form. The kernel also adds bias,
-activation and residual, of which XLA makes passes of their own: 5 % of an encoder's layer. And a form that
-differs from program to program costs a lowering and a compile."""
+"""A form is chosen if it is more than this many times as fast as the default form. The product alone is
+measured, but the kernel adds bias, activation and residual too, while XLA needs another pass for them: 5 % of
+an encoder's layer. And a form that differs from program to program costs a lowering and a compile."""
 LEAST_BYTES = 1 << 20
 """Minimum size of a matrix that is measured. With a smaller one the call takes as long as the product."""
 
@@ -369,7 +370,7 @@ class KnownForms:
         alike = (
             each
             for table in (self.given, self.own, self.recorded)
-            for each in table.by_cpu.values()
+            for each in reversed(table.oldest_first)
             if (each.product.dtype, each.product.in_out) == (product.dtype, product.in_out)
             and (table is not self.own or each.product == product)
         )

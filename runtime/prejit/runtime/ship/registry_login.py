@@ -66,10 +66,8 @@ def find_login(host: str, repository: str) -> Login | None:
                 ) from error
             continue
         config = parse_object(content)
-        if not config and b"".join(content.split()) not in (
-            b"",
-            b"{}",
-        ):  # of who has logged in nowhere
+        is_empty = b"".join(content.split()) in (b"", b"{}")  # of who has logged in nowhere
+        if not config and not is_empty:
             raise StoreError(f"{path}: expected logins as JSON, found none", hint="log in again")
         helper = _object(config, "credHelpers").get(host) or config.get("credsStore")
         if helper and (found := _ask_helper(str(helper), host, path)):

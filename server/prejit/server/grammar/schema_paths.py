@@ -1,4 +1,4 @@
-"""Parts of a JSON schema: where an error is, of which the grammar library gives no place, and patterns."""
+"""Find the part of a JSON schema that an error is about, and correct patterns for the grammar library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SECONDS = 0.5
 """Maximum CPU time of the same."""
 
 _NEGATED = re.compile(r"(\\.)|\[\^(-?)(?!\])", re.DOTALL)
-"""An escape in a regular expression, or the begin of a class of all characters but some."""
+"""An escape in a regular expression, or the beginning of a class of all characters but some."""
 
 
 def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:

@@ -97,7 +97,7 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     for product in (LARGE, replace(LARGE, rows=2)):  # itself, and the nearest
         assert both.choice(product, HERE).measured == own_cpu
         assert both.choice(product, replace(HERE, cpu="Intel Xeon")).measured == newer
-    assert both.choice(LARGE, replace(HERE, cpu="Intel Atom")).measured == newer
+        assert both.choice(product, replace(HERE, cpu="Intel Atom")).measured == newer
     edge = Product("int8", 1, tables.LEAST_BYTES // 64, 64, False)
     smaller = Product("int8", 1, tables.LEAST_BYTES // 64 - 1, 64, False)
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)

@@ -134,7 +134,9 @@ def lower_function(
             )
     pure = contextlib.nullcontext() if program.impure else refusing_nondeterminism(what)
     files = set[str]()
-    with user.modules.tracing(what), _on(mesh), pure, noting_files(files):
+    is_for_jit = user.parameters is not None
+    noting = noting_files(files) if is_for_jit else contextlib.nullcontext()
+    with user.modules.tracing(what), _on(mesh), pure, noting:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()
     _refuse_callbacks(jaxpr, what)
@@ -203,7 +205,7 @@ def lower_function(
         return tuple(found)
 
     modules: tuple[str, ...] = ()
-    if user.parameters is not None:  # `jit` takes it
+    if is_for_jit:
         with user.modules.in_use():
             held = (user.function, example.value, tuple(spec.static.values()))
             own = {file for file in files if not is_installed(file)}
