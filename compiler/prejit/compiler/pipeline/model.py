@@ -216,8 +216,17 @@ def named_draft(files: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]
 
 
 def cache_dtype(manifest: Manifest) -> str:
-    """Return the dtype of the KV cache; an encoder, which has none, computes in float32."""
-    return "float32" if manifest.generate is None else manifest.generate.cache_dtype
+    """Return the dtype of the KV cache; an encoder, which has none, computes in float32.
+
+    By default it is no more exact than the weights, which round more than bfloat16 does. A model of the
+    user's own may compute with the cache in a way that allows float32 alone.
+    """
+    generate, model = manifest.generate, manifest.model
+    if generate is not None and generate.cache_dtype is not None:
+        return generate.cache_dtype
+    if generate is None or model is None or model.module is not None or model.dtype == "float32":
+        return "float32"
+    return "bfloat16"
 
 
 def longest_context(manifest: Manifest) -> int | None:

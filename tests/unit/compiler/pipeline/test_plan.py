@@ -253,6 +253,16 @@ def test_what_is_in_the_key_of_a_lowering(model, tmp_path, monkeypatch):
         assert changes() == ["our code"]
 
 
+@pytest.mark.parametrize(
+    ("lines", "cache"),
+    [("", "float32"), ('dtype = "int8"', "bfloat16"), ('dtype = "int4"', "bfloat16")],
+)
+def test_a_cache_is_no_more_exact_than_the_weights(model, tmp_path, lines, cache):
+    manifest = read_manifest(write_manifest(tmp_path / "m.toml", model, model=lines))
+    plan = plan_build(manifest, DirectoryStore.open(tmp_path / "cache"))
+    assert read_model(manifest, plan.model).shape.cache_dtype == cache
+
+
 def test_latents_are_not_kept_in_int8(tmp_path):
     case = next(case for case in sibling_cases.cases() if case.name == "deepseek_v3-0")
     case.write(tmp_path / "latent")
