@@ -141,10 +141,12 @@ class Decoder {
     tile->place(static_cast<float*>(memory), tile_rows_, call_.size);
     tile->rows = share.valid;
     tile->few = rows_ <= kFewRows;
+    tile->rounds = sizeof(E) == sizeof(Bf16);
+    tile->pairs = tile->rounds && !tile->few && has_pairs();
     tile->cap = call_.cap;
     const int64_t width = call_.query_width ? call_.query_width : call_.heads;
     for (int64_t r = 0; r < share.valid; ++r) {
-      place_query(call_.query + offset(share, r, width), call_.size, call_.scale, tile->query + r * round_up(call_.size));
+      place_query(*tile, r, call_.query + offset(share, r, width), call_.size, call_.scale);
       tile->ranges[r] = seen(share.b, (share.first + r) / group_);
     }
     return true;

@@ -32,8 +32,9 @@ struct DecoderCall {
 };
 
 // Writes the valid new tokens into the cache, none at S or beyond, and attends to it: a query at position p sees 0 ..
-// min(p, S - 1). Queries behind the valid tokens, and idle rows, get zeros. Nothing is read behind the last position
-// that a valid query sees. Returns false if memory is exhausted.
+// min(p, S - 1). With a cache of bfloat16 queries and weights are rounded to it. Queries behind the valid tokens, and
+// idle rows, get zeros. Nothing is read behind the last position that a valid query sees. Returns false if memory is
+// exhausted.
 template <typename E>
 bool attend_decoder(const DecoderCall<E>& call);
 

@@ -1,13 +1,16 @@
 // Attention of a tile of query rows to a range of keys, without storing the whole matrix of scores.
 //
-// Softmax is online, as in Dao et al. 2022 (FlashAttention), arXiv 2205.14135, algorithm 1: with each chunk of keys the
-// sums are rescaled to the largest score so far. Keys are summed in units at fixed positions, and units are merged in
-// order, so a result depends neither on threads nor on the other rows of a batch.
+// Softmax is online, as in Dao et al. 2022 (FlashAttention), arXiv 2205.14135, algorithm 1: with each chunk of keys
+// the sums are rescaled to the largest score so far, rounded up to the logarithm of a power of two: rescaling is
+// exact, and the digits of a weight do not depend on the chunks. Keys are summed in units at fixed positions, and
+// units are merged in order, so a result depends neither on threads nor on the other rows of a batch.
+//
+// Where the cache is bfloat16, queries and weights are rounded to bfloat16, too, on every CPU.
 //
 // Shapes: R query rows, H head size, P = H rounded up to whole vectors.
 #pragma once
 
-#include "attention_multiply.h"
+#include "attention_pairs.h"
 
 namespace prejit::attention {
 
@@ -36,8 +39,8 @@ struct Head {
   int64_t size;
 };
 
-// The sums of rows: values weighted with exp(score - most) [R, P], weights [R, lanes], whose sum is the weight of a row,
-// and the largest score [R].
+// The sums of rows: values weighted with exp(score - base) [R, P], weights [R, lanes], whose sum is the weight of a
+// row, and the largest score [R], which gives the base.
 struct Sums {
   float* mixed;
   float* weight;
@@ -64,6 +67,8 @@ struct Sums {
 struct Tile {
   int64_t rows;
   bool few;       // keys are not transposed
+  bool rounds;    // queries and weights are rounded to bfloat16
+  bool pairs;     // in the arrays below an element is a pair of them along the sums (attention_pairs.h)
   float cap;      // of scores; 0: none
   float* query;   // [R, P], scaled, zeros behind H
   float* scores;  // [kBlock, kChunk], or [1, kUnit]
@@ -87,10 +92,15 @@ struct Tile {
   }
 };
 
-// Scales a query row into the workspace.
-PREJIT_INLINE void place_query(const float* from, int64_t size, float scale, float* to) {
-  for (int64_t h = 0; h < size; ++h) to[h] = from[h] * scale;
-  for (int64_t h = size; h < round_up(size); ++h) to[h] = 0;
+// Scales query row r into the workspace.
+PREJIT_INLINE void place_query(const Tile& tile, int64_t r, const float* from, int64_t size, float scale) {
+  const int64_t padded = round_up(size);
+  float* to = tile.query + r * padded;
+  for (int64_t h = 0; h < size; h += kLanes) {
+    const Floats part = (h + kLanes <= size ? load(from + h) : load_first(from + h, size - h)) * scale;
+    store(to + h, tile.rounds ? rounded(part) : part);
+  }
+  if (tile.pairs) pack_pairs(to, padded);
 }
 
 // Writes the result of a row: zeros if it saw no key.
@@ -176,13 +186,33 @@ PREJIT_INLINE void scale_row(float* row, int64_t padded, float factor) {
   for (int64_t h = 0; h < padded; h += kLanes) store(row + h, load(row + h) * factor);
 }
 
+// What is subtracted from the scores of rows: high + low = exponent * ln 2. The first has few bits, so that it is
+// exact.
+struct Base {
+  Floats exponent, high, low;
+};
+
+// From here on a score's last bit is worth more than rounding, and it is subtracted itself.
+constexpr float kHuge = 0x1p20f;
+
+PREJIT_INLINE auto is_huge(Floats score) { return (score >= splat(kHuge)) | (score <= splat(-kHuge)); }
+
 // For a row that has seen no key the base is 0: exp(-inf - 0) = 0, but -inf - -inf would be NaN.
-PREJIT_INLINE Floats base_of(Floats most) {
-  const Floats none = splat(-__builtin_inff());
-  return most == none ? Floats{} : most;
+PREJIT_INLINE Base base_of(Floats most) {
+  const Floats score = most == splat(-__builtin_inff()) ? Floats{} : most;
+  const Floats exponent = ceiling(score * 1.44269504f);
+  const auto huge = is_huge(score);
+  return {exponent, huge ? score : exponent * 0.693359375f, huge ? Floats{} : exponent * -2.12194440e-4f};
+}
+
+// Returns the factor of sums whose largest score was `before` and is `top` now, the same or larger.
+PREJIT_INLINE Floats rescaling(Floats before, Floats top) {
+  const Floats power = power_of_two(base_of(before).exponent - base_of(top).exponent);
+  return is_huge(before) | is_huge(top) ? exp_negative(before - base_of(top).high) : power;
 }
 
 // Turns the scores of `rows` rows from `first` on into weights, and rescales the sums to the largest score.
+template <bool Rounds>
 static void soften(float* scores, int64_t stride, int64_t columns, const Sums& sums, int64_t first, int64_t rows,
                    int64_t padded) {
   for (int64_t done = 0; done < rows; done += kLanes) {
@@ -195,16 +225,18 @@ static void soften(float* scores, int64_t stride, int64_t columns, const Sums& s
     }
     const Floats before = load(sums.most + row);
     const Floats top = larger(maxima(most), before);
-    const Floats base = base_of(top);
-    float bases[kLanes], factors[kLanes];
-    store(bases, base);
-    store(factors, exp_negative(before - base));
+    const Base base = base_of(top);
+    float high[kLanes], low[kLanes], factors[kLanes];
+    store(high, base.high);
+    store(low, base.low);
+    store(factors, rescaling(before, top));
     store(sums.most + row, top);
     for (int64_t i = 0; i < count; ++i) {
       float* line = scores + (done + i) * stride;
       Floats total = {};
       for (int64_t s = 0; s < columns; s += kLanes) {
-        const Floats weight = exp_negative(load(line + s) - bases[i]);
+        Floats weight = exp_negative(load(line + s) - high[i] - low[i]);
+        if constexpr (Rounds) weight = rounded(weight);
         store(line + s, weight);
         total += weight;
       }
@@ -220,10 +252,10 @@ static void merge(const Sums& sums, const Sums& other, int64_t rows, int64_t siz
   const int64_t padded = round_up(size);
   for (int64_t done = 0; done < rows; done += kLanes) {
     const Floats ours = load(sums.most + done), theirs = load(other.most + done);
-    const Floats top = larger(theirs, ours), base = base_of(top);
+    const Floats top = larger(theirs, ours);
     float factors[kLanes], other_factors[kLanes];
-    store(factors, exp_negative(ours - base));
-    store(other_factors, exp_negative(theirs - base));
+    store(factors, rescaling(ours, top));
+    store(other_factors, rescaling(theirs, top));
     store(sums.most + done, top);
     for (int64_t i = 0, count = smaller(rows - done, kLanes); i < count; ++i) {
       float* weight = sums.weight + (done + i) * kLanes;
@@ -274,6 +306,8 @@ static void add_block(const Tile& tile, const Chunk<E>& chunk, int64_t size, int
     for (int64_t r = 0; r < rows; ++r) {
       dots_of_size(query + r * padded, chunk.keys, count, padded, tile.scores + r * stride);
     }
+  } else if (tile.pairs) {
+    multiply_pairs({(size + 1) / 2, query, padded, tile.keys, kChunk, tile.scores, stride, false}, rows, columns);
   } else {
     multiply(Product<E>{size, query, padded, chunk.keys, kChunk, tile.scores, stride, false}, rows, columns);
   }
@@ -282,8 +316,14 @@ static void add_block(const Tile& tile, const Chunk<E>& chunk, int64_t size, int
     if (tile.cap > 0) cap_scores(scores, columns, tile.cap);
     hide(scores, columns, tile.ranges[first + r], chunk.start, count);
   }
-  soften(tile.scores, stride, columns, sums, first, rows, padded);
+  auto soften_rows = tile.rounds ? soften<true> : soften<false>;
+  soften_rows(tile.scores, stride, columns, sums, first, rows, padded);
   float* mixed = sums.mixed + first * padded;
+  if (tile.pairs) {
+    for (int64_t r = 0; r < rows; ++r) pack_pairs(tile.scores + r * stride, columns);
+    const Product<float> product = {(count + 1) / 2, tile.scores, stride, tile.values, padded, mixed, padded, true};
+    return multiply_pairs(product, rows, padded);
+  }
   multiply(Product<E>{count, tile.scores, stride, chunk.values, chunk.value_stride, mixed, padded, true}, rows,
            padded);
 }
@@ -309,6 +349,13 @@ static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int6
   const int64_t size = head.size, padded = round_up(size), count = end - start;
   const E* keys = head.keys + start * head.stride;
   const E* values = head.values + start * head.stride;
+  if constexpr (sizeof(E) == sizeof(Bf16)) {
+    if (tile.pairs) {
+      copy_pairs_transposed(keys, head.stride, count, size, kChunk, tile.keys);
+      copy_paired_rows(values, head.stride, count, size, tile.values);
+      return add_rows(tile, Chunk<float>{start, count, tile.keys, tile.values, padded}, size, sums);
+    }
+  }
   // Rows of whole vectors are used in place. bfloat16 is so for one row only, or each row would widen it again.
   const bool in_place = size == padded && !kTail<E> && (sizeof(E) == sizeof(float) || tile.rows == 1);
   if (tile.few && in_place && head.stride == padded) {

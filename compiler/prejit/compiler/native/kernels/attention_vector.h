@@ -133,7 +133,23 @@ PREJIT_INLINE Floats exp_negative(Floats x) {
   return x < lowest ? Floats{} : y;
 }
 
-PREJIT_INLINE float exp_negative(float x) { return exp_negative(splat(x))[0]; }
+// Returns 2^n for a whole number n <= 0: 0 below the smallest normal number.
+PREJIT_INLINE Floats power_of_two(Floats n) {
+  const Floats lowest = splat(-127.0f);
+  const Ints low_bits = (Ints)((n < lowest ? lowest : n) + 12582912.0f);
+  return (Floats)((low_bits << 23) + 0x3f800000);
+}
+
+// Returns the least whole number that is not below x.
+PREJIT_INLINE Floats ceiling(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  return _mm256_ceil_ps(x);
+#else
+  return _mm_ceil_ps(x);
+#endif
+}
 
 // Returns tanh(x) by exp(-2 |x|) - 1, which is accurate near 0; NaN for NaN.
 PREJIT_INLINE Floats tanh(Floats x) {

@@ -17,9 +17,10 @@ bool run_tile(const EncoderCall& call, int64_t base, int64_t start, int64_t leng
   tile.place(static_cast<float*>(memory), to - from, call.size);
   tile.rows = to - from;
   tile.few = call.tokens <= kFewRows;
+  tile.rounds = tile.pairs = false;
   tile.cap = 0;
   for (int64_t r = 0; r < tile.rows; ++r) {
-    place_query(call.query + base + (from + r) * stride, call.size, call.scale, tile.query + r * round_up(call.size));
+    place_query(tile, r, call.query + base + (from + r) * stride, call.size, call.scale);
     tile.ranges[r] = {0, length};
   }
   attend(Head<float>{call.keys + first, call.values + first, stride, call.size}, tile);
