@@ -3,7 +3,8 @@
     peers/llama_cpp_child.py generate MODEL.gguf [BATCH]     32 tokens in, 64 out
     peers/llama_cpp_child.py prefill  MODEL.gguf             512 tokens in, again and again
 
-Weights are mapped; the cache is float32 like that of all rows. llama.cpp pads its context to 256 positions.
+Weights are mapped; the cache has 16 bits, with float32 weights 32, like that of all rows. llama.cpp pads its
+context to 256 positions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.harness import workload
 
 THREADS = workload.threads()
 CONTEXT_MULTIPLE = 256
-FLOAT32_CACHE = 0  # GGML_TYPE_F32
+FLOAT32_CACHE, FLOAT16_CACHE = 0, 1  # GGML_TYPE_F32, GGML_TYPE_F16
 
 
 class Decoder:
@@ -49,7 +50,7 @@ class Decoder:
         sizes.n_batch = sizes.n_ubatch = max(512, batch * workload.PROMPT_TOKENS)
         sizes.n_seq_max = batch
         sizes.n_threads = sizes.n_threads_batch = THREADS
-        sizes.type_k = sizes.type_v = FLOAT32_CACHE
+        sizes.type_k = sizes.type_v = FLOAT32_CACHE if "f32" in path else FLOAT16_CACHE
         self._context = llama.llama_init_from_model(self._model, sizes)
         assert self._context, path
         self._batch = llama.llama_batch_init(sizes.n_batch, 0, 1)

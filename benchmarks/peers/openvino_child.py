@@ -36,7 +36,8 @@ def pipeline(path: str, precision: str, new_tokens: int) -> tuple[Any, Any]:
     """Return a decoder, and options that generate greedily without end."""
     import openvino_genai
 
-    told = {**properties(path, precision), "KV_CACHE_PRECISION": "f32"}
+    cache = "f32" if precision == "f32" and path.endswith("fp32") else "bf16"
+    told = {**properties(path, precision), "KV_CACHE_PRECISION": cache}
     config = openvino_genai.GenerationConfig()
     config.do_sample = False
     config.ignore_eos = True

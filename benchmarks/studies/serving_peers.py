@@ -265,8 +265,9 @@ def prejit_serve(prepared: Prepared) -> Cells:
 
 
 def llama_options(prepared: Prepared) -> list[str]:
-    """Return the options of llama.cpp's server: as many slots as clients, a float32 cache, nothing kept."""
+    """Return the options of llama.cpp's server: as many slots as clients, prejit's cache, nothing kept."""
     slots, threads = max(prepared.counts), str(workload.threads())
+    cache = "f32" if prepared.model.dtype == "float32" else "f16"
     given = [
         "--model",
         prepared.gguf,
@@ -276,7 +277,7 @@ def llama_options(prepared: Prepared) -> list[str]:
         str(slots * max(256, prepared.context)),
     ]
     given += ["--threads", threads, "--threads-batch", threads]
-    given += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-ram", "0"]
+    given += ["--cache-type-k", cache, "--cache-type-v", cache, "--cache-ram", "0"]
     given += ["--no-ui"]
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     # Its product for CPUs with AMX crashes on q8_0; see llama_cpp_child.py.
