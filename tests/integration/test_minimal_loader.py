@@ -5,7 +5,7 @@ import time
 
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
-MOST_MODULES, MOST_LINES = 60, 10_800
+MOST_MODULES, MOST_LINES = 60, 10_850
 """From `load` to the first token of a decoder. Lines are those of files, docstrings and comments included."""
 
 MEASURE = """

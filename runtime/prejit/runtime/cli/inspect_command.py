@@ -179,7 +179,11 @@ def _print_bundle(digest: str, config: Config, defaults: Defaults | None) -> Non
         until = f", readable until {portable.readable_until}" if portable.readable_until else ""
         print_text(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
     if defaults is not None:
-        values = (f"{name} {value}" for name, value in defaults.options().items())
+        values = [
+            f"{name} {value}" for name, value in defaults.options().items() if name != "logit_bias"
+        ]
+        if defaults.suppress_tokens:
+            values.append(f"{len(defaults.suppress_tokens)} tokens suppressed")
         print_text(f"generates by default with: {', '.join(values) or 'the most likely tokens'}")
     if config.accuracy is not None:
         print_text(accuracy_table(config.accuracy))

@@ -211,6 +211,9 @@ class Generator:
         self._name = name
         self._text = text
         self._defaults = defaults.options()
+        if bias := self._defaults.get("logit_bias"):  # as in transformers, other ids mean nothing
+            known = range(decoder.decoder.vocab_size)
+            self._defaults["logit_bias"] = {token: bias[token] for token in bias if token in known}
 
     def resolve(self, options: Options) -> Resolved:
         """Return the options of a call, filled in with the defaults of the bundle.

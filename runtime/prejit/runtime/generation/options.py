@@ -377,7 +377,10 @@ def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
             + did_you_mean(min(unknown), OPTIONS)
         )
     given = dict(defaults or {})
+    suppressed = given.get("logit_bias", {})
     given |= {name: value for name, value in options.items() if value is not None}
+    if suppressed:
+        given["logit_bias"] = suppressed | dict(arguments.pairs("logit_bias", given["logit_bias"]))
     stop = arguments.strings("stop", given.pop("stop", ()))
     sampling = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
     return Resolved(Sampling(**sampling), given, stop)
@@ -398,6 +401,7 @@ class Defaults:
             is no temperature, it is 1.
         max_new_tokens: stop after this many tokens.
         min_new_tokens: do not stop before this many tokens.
+        suppress_tokens: token ids that never come, unless a `logit_bias` of the request says otherwise.
     """
 
     do_sample: bool = False
@@ -408,6 +412,7 @@ class Defaults:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
+    suppress_tokens: tuple[int, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Return these as options of `Bundle.generate`, without those that change nothing."""
@@ -416,6 +421,7 @@ class Defaults:
             del found["temperature"]
         elif self.temperature is None:
             found["temperature"] = 1.0
+        found["logit_bias"] = dict.fromkeys(self.suppress_tokens, float("-inf")) or None
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -456,6 +462,7 @@ def parse_defaults(content: bytes) -> Defaults:
     try:
         for name in found.keys() - {"do_sample"}:
             OPTIONS[name].check(name, found[name])
+        suppressed = arguments.integers("suppress_tokens", config.get("suppress_tokens") or ())
     except UsageError as error:
         raise ValueError(f"{error!s:.200}") from error
-    return Defaults(**found)
+    return Defaults(**found, suppress_tokens=tuple(each for each in suppressed if each >= 0))

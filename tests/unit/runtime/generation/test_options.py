@@ -1,6 +1,7 @@
 """Each option of a generation is defined once; a bundle's own generation_config.json gives its defaults."""
 
 import json
+import math
 import shutil
 from dataclasses import fields
 
@@ -19,7 +20,8 @@ SAMPLED = {
     **{"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     **{"repetition_penalty": 1.5, "max_new_tokens": 9, "min_new_tokens": 3},
 }
-SAID = {"do_sample": True, **SAMPLED}
+SUPPRESSED = {"logit_bias": dict.fromkeys(range(20), -math.inf)}
+SAID = {"do_sample": True, **SAMPLED, "suppress_tokens": [*range(20), 10**6]}
 
 
 def test_options_are_typed_published_flags_and_checked():
@@ -29,7 +31,7 @@ def test_options_are_typed_published_flags_and_checked():
     }
     for name in OPTIONS.keys() - {"stop"}:  # text, which no request has
         assert defined[name].startswith(Options.__annotations__[name].__forward_arg__), name
-    names = {field.name for field in fields(Defaults)} - {"do_sample"}
+    names = {field.name for field in fields(Defaults)} - {"do_sample", "suppress_tokens"}
     assert names == {option.name for option in OPTIONS.values() if option.published}
     given = ["bundle", "--prompt-ids", "1"]
     top = click.Context(commands, **commands.context_settings)
@@ -79,8 +81,12 @@ def sampling(sampling_dir):
 
 
 def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, bundle, sampling_dir):
-    expected = bundle.generate(PROMPT, seed=5, **SAMPLED).token_ids
+    expected = bundle.generate(PROMPT, seed=5, **SAMPLED, **SUPPRESSED).token_ids
     assert len(expected) == 9
+    assert expected != bundle.generate(PROMPT, seed=5, **SAMPLED).token_ids
+    allowed = sampling.generate(PROMPT, seed=5, logit_bias={3: 99.0, 45: -math.inf}).token_ids
+    assert 3 in allowed
+    assert not {*range(20), 45} - {3} & {*allowed}
     assert expected != bundle.generate(PROMPT, max_new_tokens=9).token_ids
     none = dict.fromkeys((*SAMPLED, "stop", "stop_token_ids", "logprobs", "prefix"))
     for result in (
@@ -97,7 +103,8 @@ def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, bundle, 
     assert request.max_new_tokens == 9
     given = {"temperature": 0, "repetition_penalty": 1, "max_new_tokens": 5}
     found = sampling.generate(PROMPT, **given)
-    assert found.token_ids == bundle.generate(PROMPT, max_new_tokens=5).token_ids
+    greedy = bundle.generate(PROMPT, max_new_tokens=5, **SUPPRESSED)
+    assert found.token_ids == greedy.token_ids
     [found] = sampling.generate_batch([PROMPT], sampling=[Sampling(temperature=0.7, seed=3)])
     alike = bundle.generate(PROMPT, temperature=0.7, seed=3, max_new_tokens=9)
     assert found.token_ids == alike.token_ids
@@ -117,6 +124,7 @@ def test_the_commands_use_and_show_the_defaults(sampling, sampling_dir, decoder_
     assert json.loads(said("inspect", sampling_dir, "--json"))["defaults"] == SAID
     shown = said("inspect", sampling_dir)
     assert "by default with: temperature 1.3, top_k 20, top_p 0.9, min_p 0.01, repetition" in shown
+    assert "21 tokens suppressed" in shown
     assert "by default with: the most likely tokens" in said("inspect", decoder_dir)
     said("verify", sampling_dir)
 
@@ -130,7 +138,8 @@ def test_the_commands_use_and_show_the_defaults(sampling, sampling_dir, decoder_
         ({"do_sample": True}, {"temperature": 1.0}),
         ({"do_sample": True, "temperature": None, "top_k": None}, {"temperature": 1.0}),
         ({"do_sample": None, "max_new_tokens": 7, "max_length": 20}, {"max_new_tokens": 7}),
-        (SAID, SAMPLED),
+        ({"suppress_tokens": [5, -1]}, {"logit_bias": {5: -math.inf}}),
+        ({"do_sample": True, **SAMPLED}, SAMPLED),
     ],
 )
 def test_options_of_a_generation_config(said, options):
@@ -148,6 +157,7 @@ def test_options_of_a_generation_config(said, options):
         (b'{"temperature": NaN}', "temperature: expected .*, found nan"),
         (b'{"top_k": true}', "top_k: expected .*, found True"),
         (b'{"max_new_tokens": 0}', "max_new_tokens: expected 1 or more, found 0"),
+        (b'{"suppress_tokens": 5}', "suppress_tokens: expected a list of integers, found 5"),
     ],
 )
 def test_a_generation_config_that_cannot_be_used_is_rejected(content, message):
