@@ -272,10 +272,11 @@ def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels):
             run(replace(case, **wrong), kernels)
 
 
-def encode(library, query, keys, values, length, scale):
+def encode(library, query, keys, values, length, scale, rounds):
     out = np.full(query.shape, np.nan, np.float32)
     arguments = [np.ascontiguousarray(x) for x in (query, keys, values, length.astype(np.int32))]
-    kernel_frames.call(library, "encoder_attention", arguments, [out], scale=scale)
+    attributes = {"scale": scale, "rounds": int(rounds)}
+    kernel_frames.call(library, "encoder_attention", arguments, [out], **attributes)
     return out
 
 
@@ -285,30 +286,32 @@ def encode(library, query, keys, values, length, scale):
     st.lists(st.integers(0, 20) | st.integers(45, 300) | st.just(600), min_size=1, max_size=5),
     st.integers(1, 4),
     st.sampled_from([1, 3, 16, 32, 33, 64, 100]),
+    st.booleans(),
 )
 def test_an_encoder_is_what_numpy_makes_of_it_and_packed_sentences_are_as_alone(
-    kernels, seed, lengths, heads, size
+    kernels, seed, lengths, heads, size, rounds
 ):
     rng = np.random.default_rng(seed)
     shape = (len(lengths), max(lengths) + 1, heads, size)
     query, keys = rng.integers(-3, 4, (2, *shape)).astype(np.float32)
     values = rng.uniform(-3, 3, shape).astype(np.float32)
-    expected = np.zeros(shape)
+    expected, doubt = np.zeros((2, *shape))
+    stored = ml_dtypes.bfloat16 if rounds else np.float32
     for b, valid in enumerate(lengths):
         for array in (query, keys, values):
             array[b, valid:] = np.finfo(np.float32).max
         for t, n in itertools.product(range(valid), range(heads)):
-            seen = (keys[b, :valid, n], values[b, :valid, n])
-            expected[b, t, n], _ = weighted(query[b, t, n], *seen, 0.25)
-    alone = encode(kernels, query, keys, values, np.array(lengths), 0.25)
-    assert_close(alone, expected)
+            seen = (keys[b, :valid, n].astype(stored), values[b, :valid, n].astype(stored))
+            expected[b, t, n], doubt[b, t, n] = weighted(query[b, t, n], *seen, 0.25)
+    alone = encode(kernels, query, keys, values, np.array(lengths), 0.25, rounds)
+    assert_close(alone, expected, doubt)
     padding = np.full((9, heads, size), np.nan, np.float32)
     rows = [
         [*(each[b, :n] for b, n in enumerate(lengths)), padding] for each in (query, keys, values)
     ]
     rows[1][0] = rows[1][0] * np.nan  # a broken sentence
     packed = [np.concatenate(each)[None] for each in rows]
-    found = encode(kernels, *packed, np.array(lengths), 0.25)[0]
+    found = encode(kernels, *packed, np.array(lengths), 0.25, rounds)[0]
     whole = np.concatenate([each[:n] for each, n in zip(alone, lengths, strict=True)])
     np.testing.assert_array_equal(found[lengths[0] : -9], whole[lengths[0] :])
     assert not found[-9:].any()

@@ -430,7 +430,9 @@ class Whisper(nnx.Module):
         x = x + encoder.embed_positions(jnp.arange(x.shape[1]))
         everything = jnp.full(len(x), x.shape[1], jnp.int32)
         for block in encoder.layers:
-            attend = partial(sentence.attention, length=everything, heads=block.parts.heads)
+            rounds = part_of(block, block.parts.own[1]).is_narrow
+            heads = block.parts.heads
+            attend = partial(sentence.attention, length=everything, heads=heads, rounds=rounds)
             x = block.read(x, attend)
         return encoder.layer_norm(x)
 

@@ -216,7 +216,8 @@ class EncoderBlock(nnx.Module):
         """Map x [B, T, D] to [B, T, D] by attention, without the last product; `shared` may have a bias."""
         query, keys, values = (part_of(self, name)(x) for name in self.names.qkv)
         if not shared:
-            return attention(query, keys, values, length, self.heads)
+            rounds = part_of(self, self.names.qkv[0]).is_narrow
+            return attention(query, keys, values, length, self.heads, rounds=rounds)
         split = (*x.shape[:2], self.heads, -1)
         query, keys, values = (part.reshape(split) for part in (query, keys, values))
         (bias,) = shared

@@ -234,7 +234,8 @@ class TowerBlock(nnx.Module):
         if self.angles is not None:
             query, keys = (self._turned(each) for each in (query, keys))
         if not self.causal:
-            return attention(query, keys, values, length, self.heads)
+            rounds = part_of(self, self.names.qkv[0]).is_narrow
+            return attention(query, keys, values, length, self.heads, rounds=rounds)
         query, keys, values = (
             each.reshape(*x.shape[:2], self.heads, -1) for each in (query, keys, values)
         )

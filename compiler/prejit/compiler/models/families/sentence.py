@@ -269,7 +269,13 @@ def product(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
 
 
 def attention(
-    query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, heads: int
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    length: jax.Array,
+    heads: int,
+    *,
+    rounds: bool,
 ) -> jax.Array:
     """Return attention of every token to all valid tokens of its row, or of its sentence in a packed row.
 
@@ -279,6 +285,7 @@ def attention(
         values: float32 [B, T, D].
         length: int32 [B], or [S].
         heads: N.
+        rounds: whether the kernel rounds all factors to bfloat16, because weights are rounded.
 
     Returns:
         float32 [B, T, D].
@@ -287,7 +294,8 @@ def attention(
     size = width // heads
     query, keys, values = (x.reshape(batch, count, heads, size) for x in (query, keys, values))
     if product_forms.has_kernels():
-        mixed = kernel_calls.encoder_attention(query, keys, values, length, size**-0.5)
+        given = (query, keys, values, length, size**-0.5)
+        mixed = kernel_calls.encoder_attention(*given, rounds=rounds)
         return mixed.reshape(batch, count, width)
     if not is_packed(query, length):
         return biased_attention(query * size**-0.5, keys, values, length)

@@ -219,14 +219,25 @@ def row_adapters(
 
 
 def encoder_attention(
-    query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, scale: float
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    length: jax.Array,
+    scale: float,
+    *,
+    rounds: bool,
 ) -> jax.Array:
     """Return attention of every token to the valid tokens of its row: float32 [B, T, N, H], int32 [B].
 
-    With one row and lengths [S], S sentences lie in the row, and a token sees its own.
+    With one row and lengths [S], S sentences lie in the row, and a token sees its own. With `rounds` all
+    factors are rounded to bfloat16.
     """
     return _call(
-        "encoder_attention", _shape(query), query, keys, values, length, scale=np.float32(scale)
+        "encoder_attention",
+        _shape(query),
+        *(query, keys, values, length),
+        scale=np.float32(scale),
+        rounds=np.int32(rounds),
     )
 
 

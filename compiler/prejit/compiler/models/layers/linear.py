@@ -68,6 +68,11 @@ class Linear(nnx.Module):
         self.imitated = ""  # the dtype whose kernels a measurement in float32 imitates
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the matrix is stored in another dtype than float32."""
+        return self.weight.dtype != jnp.float32
+
+    @property
     def contracted(self) -> int:
         """The axis of W that holds the inputs, unless W is words."""
         return 0 if self.in_out else 1

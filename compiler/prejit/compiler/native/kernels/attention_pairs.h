@@ -7,14 +7,16 @@
 
 namespace prejit::attention {
 
-// Whether scores and sums of a cache of bfloat16 are computed by pairs. It changes the order of sums only.
+// Whether scores and sums of bfloat16 are computed by pairs. It changes the order of sums only.
 inline bool has_pairs() { return multiplier() == Multiplier::kAvx512Bf16; }
 
 #if !defined(PREJIT_HAS_PAIRS)
 
 PREJIT_INLINE void pack_pairs(float*, int64_t) {}
-PREJIT_INLINE void copy_pairs_transposed(const Bf16*, int64_t, int64_t, int64_t, int64_t, float*) {}
-PREJIT_INLINE void copy_paired_rows(const Bf16*, int64_t, int64_t, int64_t, float*) {}
+template <typename E>
+PREJIT_INLINE void copy_pairs_transposed(const E*, int64_t, int64_t, int64_t, int64_t, float*) {}
+template <typename E>
+PREJIT_INLINE void copy_paired_rows(const E*, int64_t, int64_t, int64_t, float*) {}
 inline void multiply_pairs(const Product<float>&, int64_t, int64_t) {}
 
 #else
@@ -30,7 +32,8 @@ PREJIT_INLINE void pack_pairs(float* row, int64_t count) {
 
 // Copies rows as columns of pairs: element [h, s] are the numbers 2 h and 2 h + 1 of row s; zeros behind the last
 // number of a row, and behind the last column up to a whole vector. Columns are `width` pairs apart.
-PREJIT_INLINE void copy_pairs_transposed(const Bf16* from, int64_t stride, int64_t count, int64_t size, int64_t width,
+template <typename E>
+PREJIT_INLINE void copy_pairs_transposed(const E* from, int64_t stride, int64_t count, int64_t size, int64_t width,
                                          float* to) {
   for (int64_t s = 0; s < count; s += kLanes) {
     for (int64_t h = 0; h < size; h += 2 * kLanes) {
@@ -46,12 +49,13 @@ PREJIT_INLINE void copy_pairs_transposed(const Bf16* from, int64_t stride, int64
 
 // Copies rows side by side: element [s, h] are number h of the rows 2 s and 2 s + 1; zeros in place of a last row
 // that is missing, and behind the last number up to a whole vector.
-PREJIT_INLINE void copy_paired_rows(const Bf16* from, int64_t stride, int64_t count, int64_t size, float* to) {
+template <typename E>
+PREJIT_INLINE void copy_paired_rows(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
   for (int64_t s = 0; s < count; s += 2, from += 2 * stride) {
     for (int64_t h = 0; h < size; h += kLanes, to += kLanes) {
       // A bfloat16 is the upper half of what is loaded.
-      const Bits first = reinterpret_cast<Bits>(load_some(from + h, size - h));
-      const Floats next = s + 1 < count ? load_some(from + stride + h, size - h) : Floats{};
+      const Bits first = reinterpret_cast<Bits>(rounded(load_some(from + h, size - h)));
+      const Floats next = s + 1 < count ? rounded(load_some(from + stride + h, size - h)) : Floats{};
       store(to, reinterpret_cast<Floats>(first >> 16 | reinterpret_cast<Bits>(next)));
     }
   }

@@ -5,7 +5,7 @@
 // exact, and the digits of a weight do not depend on the chunks. Keys are summed in units at fixed positions, and
 // units are merged in order, so a result depends neither on threads nor on the other rows of a batch.
 //
-// Where the cache is bfloat16, queries and weights are rounded to bfloat16, too, on every CPU.
+// Where a tile rounds, queries, keys, values and weights are rounded to bfloat16, on every CPU.
 //
 // Shapes: R query rows, H head size, P = H rounded up to whole vectors.
 #pragma once
@@ -67,7 +67,7 @@ struct Sums {
 struct Tile {
   int64_t rows;
   bool few;       // keys are not transposed
-  bool rounds;    // queries and weights are rounded to bfloat16
+  bool rounds;    // all factors are rounded to bfloat16; not `few`, unless keys and values are stored so
   bool pairs;     // in the arrays below an element is a pair of them along the sums (attention_pairs.h)
   float cap;      // of scores; 0: none
   float* query;   // [R, P], scaled, zeros behind H
@@ -92,13 +92,19 @@ struct Tile {
   }
 };
 
+// Returns some elements of a row as float32.
+template <typename E>
+PREJIT_INLINE Floats widened(const E* row, int64_t h, int64_t size, float factor, bool rounds) {
+  const Floats some = (h + kLanes <= size ? load(row + h) : load_first(row + h, size - h)) * factor;
+  return sizeof(E) == sizeof(float) && rounds ? rounded(some) : some;
+}
+
 // Scales query row r into the workspace.
 PREJIT_INLINE void place_query(const Tile& tile, int64_t r, const float* from, int64_t size, float scale) {
   const int64_t padded = round_up(size);
   float* to = tile.query + r * padded;
   for (int64_t h = 0; h < size; h += kLanes) {
-    const Floats part = (h + kLanes <= size ? load(from + h) : load_first(from + h, size - h)) * scale;
-    store(to + h, tile.rounds ? rounded(part) : part);
+    store(to + h, widened(from, h, size, scale, tile.rounds));
   }
   if (tile.pairs) pack_pairs(to, padded);
 }
@@ -120,19 +126,17 @@ PREJIT_INLINE void fetch(const E* row, int64_t elements) {
 
 // Copies rows as float32 [count, P], zeros behind H.
 template <typename E>
-static void copy_rows(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
+static void copy_rows(const E* from, int64_t stride, int64_t count, int64_t size, bool rounds, float* to) {
   for (int64_t s = 0; s < count; ++s, from += stride, to += round_up(size)) {
     fetch(from + kChunk * stride, size + kTail<E>);
     const float factor = factor_of(from, size);
-    int64_t h = 0;
-    for (; h + kLanes <= size; h += kLanes) store(to + h, load(from + h) * factor);
-    if (h < size) store(to + h, load_first(from + h, size - h) * factor);
+    for (int64_t h = 0; h < size; h += kLanes) store(to + h, widened(from, h, size, factor, rounds));
   }
 }
 
 // Copies rows as columns: float32 [P, kChunk], zeros behind the last column up to a whole vector.
 template <typename E>
-static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
+static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_t size, bool rounds, float* to) {
   for (int64_t s = 0; s < count; s += kLanes) {
     for (int64_t h = 0; h < size; h += kLanes) {
       Floats square[kLanes];
@@ -142,7 +146,7 @@ static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_
           continue;
         }
         const E* row = from + (s + i) * stride;
-        square[i] = (h + kLanes <= size ? load(row + h) : load_first(row + h, size - h)) * factor_of(row, size);
+        square[i] = widened(row, h, size, factor_of(row, size), rounds);
       }
       transpose(square);
       for (int i = 0; i < kLanes; ++i) store(to + (h + i) * kChunk + s, square[i]);
@@ -349,7 +353,7 @@ static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int6
   const int64_t size = head.size, padded = round_up(size), count = end - start;
   const E* keys = head.keys + start * head.stride;
   const E* values = head.values + start * head.stride;
-  if constexpr (sizeof(E) == sizeof(Bf16)) {
+  if constexpr (!kTail<E>) {
     if (tile.pairs) {
       copy_pairs_transposed(keys, head.stride, count, size, kChunk, tile.keys);
       copy_paired_rows(values, head.stride, count, size, tile.values);
@@ -357,21 +361,22 @@ static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int6
     }
   }
   // Rows of whole vectors are used in place. bfloat16 is so for one row only, or each row would widen it again.
-  const bool in_place = size == padded && !kTail<E> && (sizeof(E) == sizeof(float) || tile.rows == 1);
+  const bool fits = sizeof(E) == sizeof(float) ? !tile.rounds : tile.rows == 1;
+  const bool in_place = size == padded && !kTail<E> && fits;
   if (tile.few && in_place && head.stride == padded) {
     return add_rows(tile, Chunk<E>{start, count, keys, values, padded}, size, sums);
   }
   if (tile.few) {
-    copy_rows(keys, head.stride, count, size, tile.keys);
+    copy_rows(keys, head.stride, count, size, tile.rounds, tile.keys);
   } else {
-    copy_transposed(keys, head.stride, count, size, tile.keys);
+    copy_transposed(keys, head.stride, count, size, tile.rounds, tile.keys);
   }
   if constexpr (sizeof(E) == sizeof(float)) {
     if (in_place) {
       return add_rows(tile, Chunk<float>{start, count, tile.keys, values, head.stride}, size, sums);
     }
   }
-  copy_rows(values, head.stride, count, size, tile.values);
+  copy_rows(values, head.stride, count, size, tile.rounds, tile.values);
   add_rows(tile, Chunk<float>{start, count, tile.keys, tile.values, padded}, size, sums);
 }
 

@@ -16,8 +16,9 @@ bool run_tile(const EncoderCall& call, int64_t base, int64_t start, int64_t leng
   Tile tile;
   tile.place(static_cast<float*>(memory), to - from, call.size);
   tile.rows = to - from;
-  tile.few = call.tokens <= kFewRows;
-  tile.rounds = tile.pairs = false;
+  tile.few = call.tokens <= kFewRows && !call.rounds;
+  tile.rounds = call.rounds;
+  tile.pairs = call.rounds && has_pairs();
   tile.cap = 0;
   for (int64_t r = 0; r < tile.rows; ++r) {
     place_query(tile, r, call.query + base + (from + r) * stride, call.size, call.scale);

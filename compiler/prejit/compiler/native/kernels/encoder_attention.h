@@ -18,6 +18,7 @@ struct EncoderCall {
   float* out;
   float scale;        // factor of the queries
   int64_t sentences;  // B, or with B = 1 any number
+  bool rounds;        // query, keys, values and weights are rounded to bfloat16
 };
 
 // Padding is not read, and its results are zeros. Returns false if memory is exhausted.

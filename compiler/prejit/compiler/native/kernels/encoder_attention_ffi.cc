@@ -12,7 +12,7 @@ using prejit::attention::IntBuffer;
 using prejit::attention::same;
 
 ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer values, IntBuffer length,
-                             ffi::Result<FloatBuffer> out, float scale) {
+                             ffi::Result<FloatBuffer> out, float scale, int32_t rounds) {
   const auto shape = query.dimensions();
   if (!same(shape, keys.dimensions()) || !same(shape, values.dimensions()) ||
       !same(shape, out->dimensions()) || (shape[0] != 1 && shape[0] != length.dimensions()[0])) {
@@ -30,7 +30,8 @@ ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer va
                                                length.typed_data(),
                                                out->typed_data(),
                                                scale,
-                                               length.dimensions()[0]};
+                                               length.dimensions()[0],
+                                               rounds != 0};
   if (prejit::attention::attend_encoder(call)) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_encoder_attention: out of memory");
 }
@@ -46,4 +47,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_encoder_attention, encoder_attention,
                                   .Arg<FloatBuffer>()
                                   .Arg<IntBuffer>()
                                   .Ret<FloatBuffer>()
-                                  .Attr<float>("scale"));
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("rounds"));
