@@ -29,6 +29,21 @@ def test_what_transformers_does_otherwise_is_told(tmp_path):
             {"normalizer": LOWER},
             f"lowercase: expected false, the do_lower_case of {settings}, found true",
         ),
+        (
+            {**BERT, "tokenizer_class": "MPNetTokenizer", "strip_accents": False},
+            {"normalizer": LOWER},
+            "strip_accents: expected false, the strip_accents of .*, found null",
+        ),
+        (
+            {**BERT, "tokenize_chinese_chars": False},
+            {"normalizer": {**LOWER, "handle_chinese_chars": True}},
+            "handle_chinese_chars: expected false, the tokenize_chinese_chars of",
+        ),
+        (
+            {"tokenizer_class": "RobertaTokenizer", "add_prefix_space": True},
+            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}},
+            "pre_tokenizer.add_prefix_space: expected true, the add_prefix_space of .*, found false",
+        ),
         ({}, {"post_processor": second}, "single: expected type_id 0 .* found 1 of Sequence"),
     ):
         settings.write_text(json.dumps(said))
@@ -39,6 +54,13 @@ def test_what_transformers_does_otherwise_is_told(tmp_path):
     settings.write_text(json.dumps({**BERT, "do_lower_case": False, **right}))
     fine = crafted(normalizer=CASED, truncation=truncation, post_processor=begun_with("[CLS]", 2))
     check_encoder_tokenizer(file, fine, EMBEDS, 9)
+    # Where no file names a class, transformers takes the one of the model.
+    settings.write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(CheckpointError, match="lowercase: expected true, the do_lower_case of"):
+        check_encoder_tokenizer(file, crafted(normalizer=CASED), EMBEDS, 9)
+    settings.write_text(json.dumps({"strip_accents": True}))  # what null means in lower case
+    check_encoder_tokenizer(file, crafted(normalizer=LOWER), EMBEDS, 9)
     scores = SimpleNamespace(scores=True, has_segments=True)  # it is given the segments of one text
     check_encoder_tokenizer(file, crafted(post_processor=second), scores, 9)
 
