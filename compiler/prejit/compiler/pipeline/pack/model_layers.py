@@ -16,6 +16,7 @@ import numpy as np
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
+from prejit.compiler.checkpoint.added_tokens import with_configured_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
 from prejit.compiler.manifest.specs import DRAFT_SECTION
@@ -85,7 +86,7 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             manifest.encode.shapes or manifest.encode.packed
         )
         if tokenizer.is_file() and reads_texts:
-            content = _read(tokenizer)
+            content = with_configured_tokens(tokenizer, _read(tokenizer))
             _check_tokenizer(space, tokenizer, content, vocab_size)
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
         if plan.draft is not None:
