@@ -21,6 +21,8 @@ _OF_WORDS = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetT
 """How the names of transformers' classes begin that make their own normalizer, by keys of _NORMALIZED."""
 _OF_WORDS_TOO = ("bert", "distilbert", "electra", "mpnet", "nomic_bert")
 """The values of model_type whose tokenizer is of such a class where no file names one."""
+_OF_BYTES = ("CodeGenTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "RobertaTokenizer")
+"""How the names of transformers' classes begin that split texts by add_prefix_space, false if missing."""
 _NORMALIZED = {
     "lowercase": ("do_lower_case", True),
     "strip_accents": ("strip_accents", None),
@@ -58,14 +60,6 @@ def check_encoder_tokenizer(
         kind is None and config.get("model_type") in _OF_WORDS_TOO
     ):
         _check_normalizer(file, _part(found, "normalizer"), settings_file, settings)
-    if str(kind).startswith("RobertaTokenizer") or (
-        kind is None and config.get("model_type") == "roberta"
-    ):
-        splits, key = _part(found, "pre_tokenizer"), "add_prefix_space"
-        wanted = bool(settings.get(key, False))
-        if splits.get("type") == "ByteLevel" and splits.get(key, True) is not wanted:
-            where = f"{file}: pre_tokenizer.{key}"
-            raise _differing(where, wanted, f"the {key} of {settings_file}", splits.get(key))
     if config.get("model_type") == "clip":
         _check_pooled(file, found, vocab_size - 1)
     if layout.scores or layout.has_segments is False:
@@ -79,6 +73,26 @@ def check_encoder_tokenizer(
                     f"{shown(value['type_id'])} of {name} {shown(value['id'])}",
                     hint="an embedding takes all tokens as of the first segment: set type_id to 0",
                 )
+
+
+def check_prefix_space(file: Path, content: bytes) -> None:
+    """Check that a tokenizer.json puts a space before texts where transformers does, and only there.
+
+    Raises:
+        CheckpointError: it does otherwise than tokenizer_config.json beside it says.
+    """
+    settings_file, key = file.with_name("tokenizer_config.json"), "add_prefix_space"
+    settings = read_object(settings_file, required=False)
+    config = read_object(file.with_name("config.json"), required=False)
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if kind is None and config.get("model_type") == "roberta":
+        kind = "RobertaTokenizer"
+    splits, wanted = _part(json.loads(content), "pre_tokenizer"), bool(settings.get(key, False))
+    if not str(kind).startswith(_OF_BYTES) or splits.get("type") != "ByteLevel":
+        return
+    if splits.get(key, True) is not wanted:
+        where = f"{file}: pre_tokenizer.{key}"
+        raise _differing(where, wanted, f"the {key} of {settings_file}", splits.get(key))
 
 
 def _check_normalizer(

@@ -18,7 +18,10 @@ from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.added_tokens import with_configured_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
+from prejit.compiler.checkpoint.encoder_tokenizer import (
+    check_encoder_tokenizer,
+    check_prefix_space,
+)
 from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
 from prejit.compiler.pipeline.model import ModelSource, file_digest
@@ -237,14 +240,16 @@ def _check_tokenizer(
         config = file_digest(path.with_name("config.json"))
     model = space.plan.model
     layout = None if model is None else model.layout
+    settings = path.with_name("tokenizer_config.json")
+    config += f" {file_digest(settings) if settings.is_file() else None}"
     if layout is not None:
-        settings = path.with_name("tokenizer_config.json")
-        config += f" {layout.scores} {file_digest(settings) if settings.is_file() else None}"
+        config += f" {layout.scores}"
     key = tokenizer_key(space.plan.manifest, content, config)
     if space.store.get(key) is not None:
         return
     with space.progress.phase("checking tokenizer.json"):
         tokenizer_check.check_tokenizer(path, content, vocab_size())
+        check_prefix_space(path, content)
         if layout is not None:
             check_encoder_tokenizer(path, content, layout, vocab_size())
     space.store.put(key, {"passed": True})
