@@ -69,7 +69,8 @@ def _changed(
     """Return added tokens with these properties; `ids` has the tokens that may become added ones."""
     tokens = {each["content"]: dict(each) for each in found}
     for text, properties in wanted.items():
-        if text in tokens or text in ids:
+        # A name alone makes no added token: the padding of a GGUF file may be any word.
+        if text in tokens or (text in ids and properties.keys() == {*_PROPERTIES}):
             new = {"id": ids.get(text), "content": text, **dict.fromkeys(_PROPERTIES, False)}
             token = tokens.setdefault(text, new)
             is_special = token["special"] or properties["special"]  # the library forgets none
