@@ -33,9 +33,11 @@ def with_configured_tokens(file: Path, content: bytes) -> bytes:
         text = content.decode()
         # Only a tokenizer that changes is read whole: it may have 30 MB.
         found, _ = json.JSONDecoder().raw_decode(text, _LIST.search(text).end())  # type: ignore[union-attr]
-        named = {each["content"] for each in found}
-        lacking = [json.dumps(each, ensure_ascii=False) for each in wanted.keys() - named]
-        if _changed(found, wanted, {}) == found and not any(each in text for each in lacking):
+        described = {each for each in wanted if _is_whole(wanted[each])}
+        if (
+            described <= {each["content"] for each in found}
+            and _changed(found, wanted, {}) == found
+        ):
             return content
         tree = json.loads(text)
         tokens = _changed(found, wanted, _ids(tree["model"]["vocab"]))
@@ -70,12 +72,16 @@ def _changed(
     tokens = {each["content"]: dict(each) for each in found}
     for text, properties in wanted.items():
         # A name alone makes no added token: the padding of a GGUF file may be any word.
-        if text in tokens or (text in ids and properties.keys() == {*_PROPERTIES}):
+        if text in tokens or (text in ids and _is_whole(properties)):
             new = {"id": ids.get(text), "content": text, **dict.fromkeys(_PROPERTIES, False)}
             token = tokens.setdefault(text, new)
             is_special = token["special"] or properties["special"]  # the library forgets none
             token |= {**properties, "special": is_special}
     return list(tokens.values())
+
+
+def _is_whole(properties: Mapping[str, bool]) -> bool:
+    return properties.keys() == {*_PROPERTIES}
 
 
 def _ids(vocab: Any) -> Mapping[str, int]:
