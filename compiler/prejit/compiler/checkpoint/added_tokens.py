@@ -41,11 +41,10 @@ def with_configured_tokens(file: Path, content: bytes) -> bytes:
             return content
         tree = json.loads(text)
         tokens = _changed(found, wanted, _ids(tree["model"]["vocab"]))
+        changed = json.dumps({**tree, "added_tokens": tokens}, ensure_ascii=False).encode()
     except (AttributeError, ValueError, TypeError, LookupError, RecursionError):
         return content
-    if tokens == found:
-        return content
-    return json.dumps({**tree, "added_tokens": tokens}, ensure_ascii=False).encode()
+    return content if tokens == found else changed
 
 
 def _wanted(directory: Path) -> dict[str, dict[str, bool]]:

@@ -15,6 +15,10 @@ TEXTS = ("a string x <A> y", " <b>  <b>c", "def<A>(", "aab ab x", "<A>\n\nhi")
 KEYS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
+LONE = b"""{"added_tokens": [{"id": 0, "content": "<A>", "special": false}],
+"model": {"vocab": {"\\ud800": 1}}}"""
+
+
 def described(place, *true):
     return {"content": NAMES[place], **dict.fromkeys(KEYS, False), **dict.fromkeys(true, True)}
 
@@ -53,7 +57,9 @@ def test_tokens_and_texts_are_those_of_transformers(settings, tmp_path):
         assert found.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b'{"added_tokens": [3]}', b'{"added_tokens": ['])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b'{"added_tokens": [3]}', b'{"added_tokens": [', LONE]
+)
 def test_what_is_no_tokenizer_is_left_to_its_check(content, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<A>"}')
     assert with_configured_tokens(tmp_path / "tokenizer.json", content) == content
