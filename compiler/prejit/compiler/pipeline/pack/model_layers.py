@@ -69,6 +69,8 @@ _UNREAD_GENERATION: Mapping[str, int | None] = {
 
 Each has the number that changes no text; None: every number does."""
 
+_CLEANS = "clean_up_tokenization_spaces"
+
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
     """Yield the layers of a model's files and of the licence, each checked.
@@ -91,6 +93,9 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
         if tokenizer.is_file() and reads_texts:
             content = with_configured_tokens(tokenizer, _read(tokenizer))
             _check_tokenizer(space, tokenizer, content, vocab_size)
+            if decodes and cleans_texts(tokenizer, content):
+                settings = tokenizer.with_name("tokenizer_config.json")
+                space.progress.note(f"{settings}: prejit does not use {_CLEANS}: true")
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
         if plan.draft is not None:
             _check_same_tokens(tokenizer, plan.draft.transformer / tokenizer.name)
@@ -228,6 +233,15 @@ def check_generation(path: Path, content: bytes) -> list[str]:
         if key in _UNREAD_GENERATION
         and not (value in (None, [], {}) or value is False or value == _UNREAD_GENERATION[key])
     ]
+
+
+def cleans_texts(tokenizer: Path, content: bytes) -> bool:
+    """Return whether transformers removes spaces before punctuation from decoded texts, which prejit keeps.
+
+    transformers 5 ignores the setting for BPE.
+    """
+    settings = read_object(tokenizer.with_name("tokenizer_config.json"), required=False)
+    return settings.get(_CLEANS) is True and json.loads(content)["model"].get("type") != "BPE"
 
 
 def _check_tokenizer(
