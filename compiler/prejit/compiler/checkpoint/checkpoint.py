@@ -143,7 +143,7 @@ class Checkpoint:
 
     @cached_property
     def _sources(self) -> dict[str, ParameterSource | np.ndarray[Any, Any]]:
-        from prejit.compiler.checkpoint.module_sources import answer_row, dense_sources
+        from prejit.compiler.checkpoint import module_sources
         from prejit.compiler.models import config_file, image_config, model_registry
         from prejit.compiler.models.families.rotary_encoders import derived_of
         from prejit.compiler.models.parameters import parameters_of
@@ -176,12 +176,15 @@ class Checkpoint:
         for copy in (naming.head, *naming.copies):
             if copy not in parameters:
                 problems += _tie(found, copy, naming)
+        if self._layout is None and config.model_type == "t5":
+            module_sources.copy_embedding(found, parameters, naming)
         if self._layout is not None:
-            dense, misfits = dense_sources(self._layout, self._dense, parameters)
+            dense, misfits = module_sources.dense_sources(self._layout, self._dense, parameters)
             problems += misfits
             found |= dense
             if self._layout.answers is not None:
-                found |= answer_row(self._layout, encoder.config, published, found, self._out_in)
+                made_of = (encoder.config, published, found, self._out_in)
+                found |= module_sources.answer_row(self._layout, *made_of)
         problems += [f"unexpected {name}" for name in derived if name in found]
         own = {name: each for name, each in parameters.items() if name not in derived}
         problems += _misfits(found, own)

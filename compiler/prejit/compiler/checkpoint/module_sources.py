@@ -1,15 +1,15 @@
 """Find the parameters of the modules that follow an encoder's transformer.
 
 Dense layers have files of their own. A causal language model that scores has a row of its head: that of one
-answer, less that of another.
+answer, less that of another. A T5 may lack a head, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from prejit.compiler.models.families.sentence_layout import SentenceLayout
 from prejit.compiler.models.parameters import Parameter
 from prejit.compiler.models.torch_tensors import torch_tensors
 from prejit.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from prejit.compiler.models.layers.layer_config import Naming
 
 _FILE = "model.safetensors"
 Values = np.ndarray[Any, Any]
@@ -170,3 +173,16 @@ def _token(file: Path, where: str, token: int | str) -> int:
             hint="write it as the vocabulary does, with its mark of a space, if any",
         )
     return int(found)
+
+
+def copy_embedding(
+    found: dict[str, ParameterSource], parameters: Mapping[str, Parameter], naming: Naming
+) -> None:
+    """Make the head of a T5 that has none of its embedding, without the scale of the first T5.
+
+    transformers 5 ties every T5 whose checkpoint has no head, also one whose outputs are not scaled.
+    """
+    embedding = found.get(naming.embedding)
+    if naming.head in parameters and isinstance(embedding, TensorSource):
+        transposed = embedding.transposed != parameters[naming.head].in_out
+        found.setdefault(naming.head, replace(embedding, transposed=transposed))

@@ -5,9 +5,9 @@
     awq     qweight int32 [in, out / 8]; qzeros [groups, out / 8]; scales [groups, out]. A word holds the
             outputs 0, 2, 4, 6, 1, 3, 5, 7, the first in the lowest bits
     compressed-tensors
-            weight_packed int32 [out, in / n]; weight_scale [out, groups]; weight_zero_point [out / n,
-            groups]; weight_shape [2]. Or weight int8 or float8 [out, in], with scales of a tensor, outputs
-            or blocks
+            weight_packed int32 [out, in / n]; weight_scale [out, groups] or [1]; weight_zero_point [out / n,
+            groups], or int8 like the scales; weight_shape [2]. Or weight int8 or float8 [out, in], with
+            scales of a tensor, outputs or blocks
     fp8     weight float8 [out, in]; weight_scale_inv: a factor for each block
     bitsandbytes
             weight uint8 [out * in / 2, 1], two indexes of a table in a byte, the first in the high bits; a
@@ -236,26 +236,26 @@ def _packed(parts: _Parts) -> QuantizedMatrix:
         raise parts.unfit(words, sizes, expected="[outputs, inputs / n] of 4 or 8 bits, [2]")
     if groups is not None and groups.shape != (inputs,):
         raise parts.unfit(groups, expected=f"[{inputs}] of weight_g_idx")
-    least = 1 << (bits - 1)
+    least, of_scales = 1 << (bits - 1), _with_two_axes(scales.shape)
     zeros, zero_points = parts.get("weight_zero_point", "I32", "I8"), None
     if zeros is not None and zeros.dtype == "I8":
         zero_points = _like_scales(parts, zeros, scales)
     elif zeros is not None:
-        wanted = (_words(scales.shape[0], bits), *scales.shape[1:])
-        if zeros.shape != wanted:
+        wanted = (_words(of_scales[0], bits), *of_scales[1:])
+        if _with_two_axes(zeros.shape) != wanted:
             raise parts.unfit(zeros, expected=f"{list(wanted)} of weight_zero_point")
 
         def zero_points() -> Values:
-            found = _unpacked(zeros.read().T, bits)[:, : scales.shape[0]].T
+            found = _unpacked(_two_axes(zeros).T, bits)[:, : of_scales[0]].T
             return found.astype(np.int16) - least
 
     def values(part: slice) -> Values:
         return _unpacked(words.read(part), bits)[:, :inputs].astype(np.int16) - least
 
-    block = parts.block(shape, scales.shape)
+    block = parts.block(shape, of_scales)
     return QuantizedMatrix(
         *(parts.module, words.path, parts.form(bits, block, shape), shape, values),
-        lambda: scales.read().astype(np.float32),
+        lambda: _two_axes(scales).astype(np.float32),
         block,
         zero_points,
         None if groups is None else groups.read,
@@ -280,8 +280,7 @@ def _plain(scale: str, parts: _Parts) -> QuantizedMatrix | None:
     zeros = parts.get("weight_zero_point", "I8", matrix.dtype)
     zero_points = None if zeros is None else _like_scales(parts, zeros, scales)
     read = partial(_two_axes, scales)
-    two = (*scales.shape, *(1,) * (2 - len(scales.shape)))
-    block = parts.block(shape, two)
+    block = parts.block(shape, _with_two_axes(scales.shape))
     return QuantizedMatrix(
         *(parts.module, matrix.path, parts.form(8, block, shape), shape, matrix.read),
         lambda: read().astype(np.float32),
@@ -293,7 +292,11 @@ def _plain(scale: str, parts: _Parts) -> QuantizedMatrix | None:
 def _two_axes(tensor: Tensor) -> Values:
     """Return a tensor [], [1], [outputs] or [a, b] with two axes."""
     values = tensor.read()
-    return values.reshape((*values.shape, *(1,) * (2 - values.ndim)))
+    return values.reshape(_with_two_axes(values.shape))
+
+
+def _with_two_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape, *(1,) * (2 - len(shape)))
 
 
 def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:

@@ -76,6 +76,8 @@ def special_tokens(directory: Path) -> dict[str, str]:
     settings = read_object(directory / "tokenizer_config.json", required=False)
     if "added_tokens_decoder" not in settings:
         settings |= read_object(directory / "special_tokens_map.json", required=False)
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):  # or a list without names
+        settings |= named if isinstance(named := settings.get(key), dict) else {}
     tokens = {}
     for name, token in settings.items():
         text = token.get("content") if isinstance(token, dict) else token

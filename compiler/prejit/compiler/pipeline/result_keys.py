@@ -268,7 +268,7 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
 
     `config` is the digest of config.json, which holds the size of the vocabulary. Reading that takes
     transformers, which a build that changes nothing does not import. For a decoder of the user it is that
-    size itself, and for an encoder also what else decides about its tokenizer.
+    size itself. It holds tokenizer_config.json too, and for an encoder whether it scores.
     """
     ingredients = (
         ("file", digest_of(tokenizer)),

@@ -114,11 +114,10 @@ def _messages(messages: object) -> list[dict[str, Any]]:
         raise UsageError("messages: expected at least one, found none")
     # Clients send `"content": null`. Templates would print it, but they handle a missing key.
     plain = [{k: v for k, v in message.items() if v is not None} for message in plain]
-    for message in plain:
+    for place, message in enumerate(plain):
         reasoning = next((message[key] for key in _REASONING if key in message), None)
-        if reasoning is not None:
-            message.setdefault("thinking", reasoning)
-            message["reasoning_content"] = reasoning
+        if reasoning is not None:  # the order shows where a template writes a whole message
+            plain[place] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return plain
 
 

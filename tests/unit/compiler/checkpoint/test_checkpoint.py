@@ -11,6 +11,7 @@ import pytest
 from flax import serialization, traverse_util
 from safetensors.numpy import load_file, save_file
 from tests.http_serving import QuietHandler, serving
+from tests.parity import t5_cases
 from tests.parity.cases import shapes_of, write_checkpoint
 from tests.parity.sibling_cases import cases as siblings
 from tests.unit.compiler.models import small_models
@@ -108,6 +109,23 @@ def test_torch_names_a_tied_head_and_other_floats_are_read_as_published(tmp_path
         stored = {name: values.astype(dtype) for name, values in llama.items()}
         cast = {name: values.astype(np.float32) for name, values in stored.items()}
         assert_reads(write(tmp_path, LLAMA, stored), cast)
+
+
+@pytest.mark.parametrize("out_in", [True, False])
+def test_a_t5_without_a_head_has_its_embedding_unscaled(out_in, tmp_path):
+    """transformers 5 ties every T5 that it makes, also one whose outputs are not scaled."""
+    t5_cases.cases()[0].write(tmp_path)
+    file, name = tmp_path / "model.safetensors", "lm_head.weight"
+    held = load_file(file)
+    del held[name]
+    save_file(held, file)
+    parameters = parameters_of(
+        model_registry.make_decoder(config_file.load_config(tmp_path), out_in=out_in)
+    )
+    head = open_checkpoint(tmp_path, out_in=out_in).read(name)
+    np.testing.assert_array_equal(
+        head.T if parameters[name].in_out else head, held["shared.weight"]
+    )
 
 
 def test_shards_are_read_through_their_index(tmp_path):

@@ -1,11 +1,15 @@
 """A tokenizer.json that would give other tokens than transformers fails the build, with files and keys."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
+from prejit.compiler.checkpoint.encoder_tokenizer import (
+    check_encoder_tokenizer,
+    check_prefix_space,
+)
 from prejit.runtime.errors import CheckpointError
 
 from .test_tokenizer_check import begun_with, crafted
@@ -29,6 +33,16 @@ def test_what_transformers_does_otherwise_is_told(tmp_path):
             {"normalizer": LOWER},
             f"lowercase: expected false, the do_lower_case of {settings}, found true",
         ),
+        (
+            {**BERT, "tokenizer_class": "MPNetTokenizer", "strip_accents": False},
+            {"normalizer": LOWER},
+            "strip_accents: expected false, the strip_accents of .*, found null",
+        ),
+        (
+            {**BERT, "tokenize_chinese_chars": False},
+            {"normalizer": {**LOWER, "handle_chinese_chars": True}},
+            "handle_chinese_chars: expected false, the tokenize_chinese_chars of",
+        ),
         ({}, {"post_processor": second}, "single: expected type_id 0 .* found 1 of Sequence"),
     ):
         settings.write_text(json.dumps(said))
@@ -39,8 +53,35 @@ def test_what_transformers_does_otherwise_is_told(tmp_path):
     settings.write_text(json.dumps({**BERT, "do_lower_case": False, **right}))
     fine = crafted(normalizer=CASED, truncation=truncation, post_processor=begun_with("[CLS]", 2))
     check_encoder_tokenizer(file, fine, EMBEDS, 9)
+    # Where no file names a class, transformers takes the one of the model.
+    settings.write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(CheckpointError, match="lowercase: expected true, the do_lower_case of"):
+        check_encoder_tokenizer(file, crafted(normalizer=CASED), EMBEDS, 9)
+    settings.write_text(json.dumps({"strip_accents": True}))  # what null means in lower case
+    check_encoder_tokenizer(file, crafted(normalizer=LOWER), EMBEDS, 9)
     scores = SimpleNamespace(scores=True, has_segments=True)  # it is given the segments of one text
     check_encoder_tokenizer(file, crafted(post_processor=second), scores, 9)
+
+
+@pytest.mark.parametrize(
+    ("said", "family"),
+    [({"tokenizer_class": "GPT2TokenizerFast"}, "gpt2"), ({}, "roberta")],
+)
+def test_a_space_is_put_before_texts_where_transformers_puts_one(said, family, tmp_path):
+    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    for wanted, found in itertools.product((True, False, None), (True, False)):
+        splits = {"type": "ByteLevel", "add_prefix_space": found}
+        settings.write_text(json.dumps(said | ({"add_prefix_space": wanted} if wanted else {})))
+        if bool(wanted) is found:
+            check_prefix_space(file, crafted(pre_tokenizer=splits))
+            continue
+        told = "pre_tokenizer.add_prefix_space: expected .*, the add_prefix_space of .*, found"
+        with pytest.raises(CheckpointError, match=told):
+            check_prefix_space(file, crafted(pre_tokenizer=splits))
+    settings.write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": true}')
+    check_prefix_space(file, crafted(pre_tokenizer=splits))
 
 
 def test_clip_texts_end_with_the_token_that_is_pooled(tmp_path):

@@ -126,6 +126,19 @@ def test_a_last_group_with_fewer_inputs_moves_the_others(tmp_path):
     np.testing.assert_array_equal(matrix_of(tmp_path, with_weights(group_size=64), tensors), wanted)
 
 
+def test_packed_integers_with_one_scale_for_all_are_refused(tmp_path):
+    """As compressed-tensors writes the strategy `tensor` of 8 bits without rounded activations."""
+    values = np.random.default_rng(0).integers(-128, 128, (32, 40))
+    tensors = {"weight_packed": words(values + 128, 1, 8), "weight_shape": np.int64([32, 40])}
+    tensors["weight_scale"] = np.float16([0.5])
+    settings = with_weights(num_bits=8, strategy="tensor", group_size=None)
+    np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), values * 0.5)
+    for zeros, dtype in ((3, np.int8), (3 + 128, np.int32)):
+        tensors["weight_zero_point"] = np.array([zeros], dtype)
+        wanted = (values - 3) * 0.5
+        np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_zero_point_of_0_moves_its_neighbour_in_the_first_form_of_gptq(bits, tmp_path):
     random = np.random.default_rng(0)

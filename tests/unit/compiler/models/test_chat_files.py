@@ -44,6 +44,12 @@ END = {"eos_token": "<end>", "pad_token": ADDED}
         (NAMED, SPELLED, {TOOLS: "x"}),
         (PRINTS_TOKENS, SPELLED, {"special_tokens_map_json": json.dumps(END)}),
         (PRINTS_TOKENS, BEGIN, {"special_tokens_map_json": '{"eos_token": "ignored"}'}),
+        (
+            PRINTS_TOKENS,
+            {**SPELLED, "image_token": "<a>", "extra_special_tokens": {"image_token": "<b>"}},
+            {},
+        ),
+        (PRINTS_TOKENS, {"model_specific_special_tokens": {"boi_token": "<c>"}}, {}),
         (None, {}, {}),
     ],
 )

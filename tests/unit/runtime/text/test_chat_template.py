@@ -208,9 +208,12 @@ def test_dates_documents_and_json_are_those_of_transformers():
         "{{ '{:>5}|{}'.format('x', 3) }} {{ [1, 2] + [3] }} {{ (1, 2) * 2 }} {{ undefined_thing }}"
         "{%- generation -%} {{ messages[0].content | trim }} {%- endgeneration -%}{% set ns.x = ns.x + 'y' %}"
         "{% for i in range(4) %}{% if i == 1 %}{% continue %}{% endif %}{{ ns.x }}{{ i }}{% endfor %}"
-        "{{ tools is not none }} {{ tools | tojson }}"
+        "{{ tools is not none }} {{ tools | tojson }} {{ messages | tojson }}"
     )
-    messages = [{"role": "user", "content": "x", "sub": [{"role": "inner"}]}]
+    messages = [
+        {"role": "user", "content": "x", "sub": [{"role": "inner"}]},
+        {"role": "assistant", "reasoning": "r", "content": "y"},
+    ]
     options = {"documents": [{"title": "a", "text": "b"}], "tools": [TOOL]}
     expected = reference().apply_chat_template(
         messages, chat_template=source, tokenize=False, **options

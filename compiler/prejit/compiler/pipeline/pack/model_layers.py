@@ -16,8 +16,12 @@ import numpy as np
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
+from prejit.compiler.checkpoint.added_tokens import with_configured_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
+from prejit.compiler.checkpoint.encoder_tokenizer import (
+    check_encoder_tokenizer,
+    check_prefix_space,
+)
 from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
 from prejit.compiler.pipeline.model import ModelSource, file_digest
@@ -65,6 +69,8 @@ _UNREAD_GENERATION: Mapping[str, int | None] = {
 
 Each has the number that changes no text; None: every number does."""
 
+_CLEANS = "clean_up_tokenization_spaces"
+
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
     """Yield the layers of a model's files and of the licence, each checked.
@@ -85,8 +91,11 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             manifest.encode.shapes or manifest.encode.packed
         )
         if tokenizer.is_file() and reads_texts:
-            content = _read(tokenizer)
+            content = with_configured_tokens(tokenizer, _read(tokenizer))
             _check_tokenizer(space, tokenizer, content, vocab_size)
+            if decodes and cleans_texts(tokenizer, content):
+                settings = tokenizer.with_name("tokenizer_config.json")
+                space.progress.note(f"{settings}: prejit does not use {_CLEANS}: true")
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
         if plan.draft is not None:
             _check_same_tokens(tokenizer, plan.draft.transformer / tokenizer.name)
@@ -226,6 +235,15 @@ def check_generation(path: Path, content: bytes) -> list[str]:
     ]
 
 
+def cleans_texts(tokenizer: Path, content: bytes) -> bool:
+    """Return whether transformers removes spaces before punctuation from decoded texts, which prejit keeps.
+
+    transformers 5 ignores the setting for BPE.
+    """
+    settings = read_object(tokenizer.with_name("tokenizer_config.json"), required=False)
+    return settings.get(_CLEANS) is True and json.loads(content)["model"].get("type") != "BPE"
+
+
 def _check_tokenizer(
     space: Workspace, path: Path, content: bytes, vocab_size: Callable[[], int]
 ) -> None:
@@ -236,14 +254,16 @@ def _check_tokenizer(
         config = file_digest(path.with_name("config.json"))
     model = space.plan.model
     layout = None if model is None else model.layout
+    settings = path.with_name("tokenizer_config.json")
+    config += f" {file_digest(settings) if settings.is_file() else None}"
     if layout is not None:
-        settings = path.with_name("tokenizer_config.json")
-        config += f" {layout.scores} {file_digest(settings) if settings.is_file() else None}"
+        config += f" {layout.scores}"
     key = tokenizer_key(space.plan.manifest, content, config)
     if space.store.get(key) is not None:
         return
     with space.progress.phase("checking tokenizer.json"):
         tokenizer_check.check_tokenizer(path, content, vocab_size())
+        check_prefix_space(path, content)
         if layout is not None:
             check_encoder_tokenizer(path, content, layout, vocab_size())
     space.store.put(key, {"passed": True})

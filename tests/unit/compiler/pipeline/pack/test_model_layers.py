@@ -1,5 +1,6 @@
 """Files beside a model's weights with a mistake fail before anything compiles. Weights are read once."""
 
+import itertools
 import json
 import os
 import time
@@ -18,7 +19,12 @@ from prejit.compiler.models.chat_files import read_chat
 from prejit.compiler.pipeline import published_files
 from prejit.compiler.pipeline.measure.accuracy import choose_bits
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.model_layers import check_generation, pack_weights, special_ids
+from prejit.compiler.pipeline.pack.model_layers import (
+    check_generation,
+    cleans_texts,
+    pack_weights,
+    special_ids,
+)
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import HashedFile, find_published
 from prejit.compiler.pipeline.workspace import Workspace
@@ -47,7 +53,12 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     (tmp_path / "generation_config.json").write_text(deep)
     with pytest.raises(CheckpointError, match=r"generation_config\.json: cannot read JSON"):
         special_ids(tmp_path, 50)
-    (tmp_path / "tokenizer_config.json").write_text(deep)
+    settings, file = tmp_path / "tokenizer_config.json", tmp_path / "tokenizer.json"
+    for cleans, kind in itertools.product((True, False), ("Unigram", "BPE")):  # also for a note
+        settings.write_text(json.dumps({"clean_up_tokenization_spaces": cleans}))
+        content = json.dumps({"model": {"type": kind}}).encode()
+        assert cleans_texts(file, content) is (cleans and kind == "Unigram")
+    settings.write_text(deep)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
         read_chat(tmp_path)
 
