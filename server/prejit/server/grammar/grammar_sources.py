@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.schema_paths import error_path, without_nul
+from prejit.server.grammar.schema_paths import corrected, error_path, rounded_number
 
 WHITESPACE = " "
 """White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
@@ -61,7 +61,7 @@ def schema_source(schema: Mapping[str, Any] | bool, *, lenient: bool = False) ->
     """Return the grammar of the JSON texts of a schema. Arguments and errors as `Grammars.json_schema`."""
     part = SchemaPart("schema", schema, lenient)
     expected = "schema: expected a JSON schema that a grammar can follow"
-    return GrammarSource(f"start: %json {schema_text(schema, lenient)}", expected, (part,))
+    return GrammarSource(f"start: %json {part_text(part)}", expected, (part,))
 
 
 def regex_source(pattern: str) -> GrammarSource:
@@ -117,6 +117,22 @@ def _error_of(schema: Any, lenient: bool) -> str:
     return one_line(error.partition("\n  while processing ")[0])  # it names the place of a $ref
 
 
+def part_text(part: SchemaPart) -> str:
+    """Return a schema as JSON. Raises UsageError if it has a number that the grammar library would round."""
+    text = schema_text(part.schema, part.lenient)
+    check_numbers(part)
+    return text
+
+
+def check_numbers(part: SchemaPart) -> None:
+    """Raise UsageError if a schema has a number that the grammar library would round."""
+    if not part.lenient and (found := rounded_number(part.schema)):
+        raise UsageError(
+            f"{part.at}{found[0]}: expected numbers that float64 and int64 hold exactly, found {found[1]}",
+            hint="leave the keyword out, or give the number as a text",
+        )
+
+
 def schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
     """Return a schema as JSON, with llguidance's own options instead of those that it has."""
     if schema is True:
@@ -127,6 +143,6 @@ def schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
         )
     ways = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     try:
-        return json.dumps({**without_nul(schema), "x-guidance": ways}, allow_nan=False)
+        return json.dumps({**corrected(schema, lenient), "x-guidance": ways}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"schema: expected values of JSON, found others: {error}") from error

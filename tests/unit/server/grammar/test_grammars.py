@@ -33,6 +33,12 @@ HOSTILE = {"type": "array", "x-guidance": {"item_separator": "[^x]*", "lenient":
 """With options of the library, which have no effect."""
 BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
 
+NAMED = {
+    "type": "object", "additionalProperties": False,
+    "patternProperties": {'^[^"]$': {"$ref": "#/components/inner"}},
+    "components": {"inner": {"type": "string", "pattern": '^[^"]$'}},
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("make", "good", "bad"),
@@ -42,6 +48,11 @@ BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
          ('{"a":null,"b":1}', '{"b":  1,"a":null}', '{\n"b":1,"a":null}', ' {"b":1,"a":null}')),
         (lambda g: g.json_schema(HOSTILE), ("[1]",), ("[1 and 2]",)),
         (lambda g: g.json_schema(BOOLEANS, lenient=True), ("[true,true]",), ("[1]",)),
+        (lambda g: g.json_schema({"enum": [2**53, 2**63 - 1]}), (str(2**53), str(2**63 - 1)), ("1",)),
+        (lambda g: g.json_schema({"const": 2**53 + 1}, lenient=True), (str(2**53 + 1),), ()),
+        (lambda g: g.json_schema({"type": "integer", "maximum": 2**64 - 1}), ("7",), ("7.5",)),
+        # Patterns of names, and a schema under a name of no keyword.
+        (lambda g: g.json_schema(NAMED), ('{"a":"b"}',), (r'{"\"":"b"}', r'{"a":"\""}')),
         (lambda g: g.json_object(), ('{"name": [1, {"é": null}]}',), ("[]",)),
         (lambda g: g.json_schema(True), ("12",), ("",)),
         (lambda g: g.regex("a/b|\n+"), ("a/b", "\n\n"), ("a/",)),
@@ -59,6 +70,12 @@ def test_a_grammar_takes_its_texts_and_no_others(bundle, grammars, make, good, b
         ({"const": float("nan")}, "expected values of JSON"),
         ({"const": "\ud800"}, "hex escape"),
         ({**HOSTILE, "uniqueItems": True}, "uniqueItems"),
+        (
+            {"properties": {"a/b": {"enum": [1, {"id": 2**53 + 1}]}}},
+            r"^schema/properties/a~1b/enum: expected numbers .*found 9007199254740993",
+        ),
+        ({"type": "integer", "enum": [1e19]}, "^schema/enum: .*1e[+]19"),
+        ({"minimum": 2**53 + 1}, "^schema/minimum: .*9007199254740993"),
         (nested(200), "recursion limit"),
         (nested(100_000), "expected values of JSON"),
     ],
@@ -157,6 +174,9 @@ def test_markers_references_and_keywords_of_tools(bundle, grammars):
         ([*TOOLS, {"function": {"name": "f", "strict": True,
                                 "parameters": {"properties": {"x": {"not": {}}}}}}],
          r"tools\[2\].function.parameters/properties/x: .*not"),
+        ([*TOOLS, {"function": {"name": "f", "strict": True,
+                                "parameters": {"properties": {"x": {"const": 2**53 + 1}}}}}],
+         r"tools\[2\].function.parameters/properties/x/const: expected numbers"),
     ],
 )  # fmt: skip
 def test_a_wrong_tool_is_named(grammars, tools, message):
