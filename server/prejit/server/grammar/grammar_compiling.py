@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +22,12 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 call the tokenizer for that, and some models were trained on other cuts."""
 _BYTES_FOR_BYTE = 150
 """The memory of a compiled grammar for each character of its source, where nobody has measured it."""
+
+
+_GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
+"""A text, a class or a comment of GBNF."""
+_GBNF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[\[\]\\])")
+"""An escape in them for which there is a plainer form."""
 
 
 class _Vocabulary(NamedTuple):
@@ -91,6 +99,28 @@ def _lark(source: GrammarSource) -> str:
     from llguidance import gbnf_to_lark
 
     try:
-        return gbnf_to_lark.gbnf_to_lark(source.text)
+        return gbnf_to_lark.gbnf_to_lark(_GBNF_PART.sub(_with_plain_escapes, source.text))
     except Exception as error:  # it raises bare Exceptions
         raise source.error(str(error)) from None
+
+
+def _with_plain_escapes(part: re.Match[str]) -> str:
+    r"""Return a text, a class or a comment of GBNF with escapes that llguidance 1.9.1 converts rightly.
+
+    It drops the zeros of `\u00e9`, so that `[\u00e9ab]` meant U+E9AB, knows no `\[` in a text, and takes
+    `&&` and `~~` in a class for operators.
+    """
+    text = part[0]
+    if text.startswith("#"):
+        return text
+    text = _GBNF_ESCAPE.sub(_plain, text)
+    return re.sub("[&~]", _plain, text) if text.startswith("[") else text
+
+
+def _plain(found: re.Match[str]) -> str:
+    r"""Return a character of GBNF as `\xNN`, or as itself if it is none of ASCII."""
+    text = found[0]
+    code = int(text[2:], 16) if text[1:2] in ("u", "U") else ord(text[-1])
+    if code > sys.maxunicode or 0xD800 <= code < 0xE000:  # no character
+        return text
+    return f"\\x{code:02x}" if code < 128 else chr(code)

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
-from prejit.server.grammar.grammar_sources import schema_source
+from prejit.server.grammar.grammar_sources import any_source, schema_source
 from prejit.server.grammar.grammars import Grammars
 from prejit.server.grammar.schema_paths import error_path
 from prejit.server.grammar.tool_call_grammar import ToolForm
@@ -33,6 +33,7 @@ HOSTILE = {"type": "array", "x-guidance": {"item_separator": "[^x]*", "lenient":
 """With options of the library, which have no effect."""
 BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
 
+GBNF = r"""root ::= [\u00e9ab~~] "\[\]\\" "\\u00e9" # "\u00e"""
 NAMED = {
     "type": "object", "additionalProperties": False,
     "patternProperties": {'^[^"]$': {"$ref": "#/components/inner"}},
@@ -55,6 +56,8 @@ NAMED = {
         (lambda g: g.json_schema(NAMED), ('{"a":"b"}',), (r'{"\"":"b"}', r'{"a":"\""}')),
         (lambda g: g.json_object(), ('{"name": [1, {"é": null}]}',), ("[]",)),
         (lambda g: g.json_schema(True), ("12",), ("",)),
+        (lambda g: g.mask(any_source(GBNF)), (r"é[]\\u00e9", r"a[]\\u00e9", r"~[]\\u00e9"),
+         ("\ue9ab" + r"[]\\u00e9", r"é[]\\é")),
         (lambda g: g.regex("a/b|\n+"), ("a/b", "\n\n"), ("a/",)),
         (lambda g: g.regex(r"\d+\.\w"), ("12.é",), ("12é",)),
     ],
