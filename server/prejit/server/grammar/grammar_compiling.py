@@ -13,8 +13,11 @@ from prejit.server.grammar.grammar_sources import GrammarSource
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_LEXER_STATES = 20_000
-"""Maximum number of lexer states of a grammar, of 1 to 3 kB each: a hostile schema cannot fill the memory."""
+_LEXER_STATES = 250_000
+"""Maximum number of lexer states of a grammar, of 1 to 3 kB each. A string with a `maxLength` takes 12
+for each of its characters."""
+_CLIENT_LEXER_STATES = 60_000
+"""The same of a client's grammar: a hostile schema cannot fill the memory."""
 _STEP_FUEL = 50_000
 """Maximum work of the lexer for one mask: some 10 ms. A common mask takes less than a hundredth of it."""
 _OPTIONS = '%llguidance {"no_forcing": true}'
@@ -74,7 +77,12 @@ def tokenizer_of(table: Sequence[bytes | None]) -> LLTokenizer:
 def compiled(
     tokenizer: LLTokenizer, source: GrammarSource, size_bytes: int | None = None
 ) -> CompiledGrammar:
-    """Compile a grammar, whose memory is `size_bytes` if that was measured. Other threads run meanwhile.
+    """Compile a grammar. Other threads run meanwhile.
+
+    Args:
+        tokenizer: the vocabulary.
+        source: the grammar.
+        size_bytes: its memory, which is measured for grammars of clients.
 
     Raises:
         UsageError: it does not compile.
@@ -82,7 +90,9 @@ def compiled(
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
-        max_lexer_states=_LEXER_STATES, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
+        max_lexer_states=_LEXER_STATES if size_bytes is None else _CLIENT_LEXER_STATES,
+        step_lexer_fuel=_STEP_FUEL,
+        verbose_errors=False,
     )
     grammar = LLMatcher.grammar_from_lark(f"{_lark(source)}\n{_OPTIONS}")
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)

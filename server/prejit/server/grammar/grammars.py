@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _KEPT_BYTES = 64 << 20
 """Maximum memory of the compiled grammars that are kept. A small one compiles again in milliseconds."""
-_LEAST_BYTES = 1 << 20
+_LEAST_BYTES = 3 << 20
 """The least that a kept grammar counts: its lexer grows while it makes masks."""
 
 

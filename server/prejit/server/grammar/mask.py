@@ -118,6 +118,12 @@ class GrammarMask:
             return
         error, count = self._matcher.get_error().partition("\n")[0], len(self._read)
         self._begin_again()
+        if "too many states" in error:
+            raise UsageError(
+                f"grammar: expected one that needs less memory, found too many states of its lexer after "
+                f"{count} tokens",
+                hint="allow shorter texts, or texts of any length: counting characters takes memory",
+            )
         raise UsageError(
             f"grammar: expected one that allows more after {count} tokens, found: {error}",
             hint="a schema that refers only to itself has no end; a mask is for one request, from its first "

@@ -8,9 +8,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from prejit.runtime import load
 from prejit.runtime.errors import UsageError
+from prejit.server.grammar import grammar_compiling
 from prejit.server.grammar import grammars as module
 from prejit.server.grammar.grammar_sources import any_source, schema_source
 from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.mask import GrammarMask
 from prejit.server.grammar.schema_paths import error_path
 from prejit.server.grammar.tool_call_grammar import ToolForm
 
@@ -109,12 +111,31 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
         return compile_(tokenizer, source, 1 << 20)
 
     monkeypatch.setattr(module, "compiled", count)
-    monkeypatch.setattr(module, "_KEPT_BYTES", 2 << 20)
+    monkeypatch.setattr(module, "_KEPT_BYTES", 6 << 20)
     grammars = Grammars(bundle)
     # In the end "b" was used later than "a", which made room.
     for pattern, compiled in (("a", 1), ("b", 2), ("a", 2), ("b", 2), ("c", 3), ("b", 3), ("a", 4)):
         assert grammars.regex(pattern)([]).any()
         assert len(sources) == compiled
+
+
+def test_long_texts_fit_and_one_that_needs_too_much_memory_is_named(bundle, grammars):
+    """Every string with a `maxLength` ended its request with an error after 1,670 characters."""
+    schema = {"type": "string", "maxLength": 8000}
+    text = bundle.tokenizer.encode('"' + "a" * 4000 + '"')
+
+    def follow(mask):
+        for place, token_id in enumerate(text):
+            assert mask(text[:place])[token_id]
+
+    follow(grammars.json_schema(schema))
+    source, compiled_ = schema_source(schema), grammar_compiling.compiled
+    tokenizer = grammars._tokenizer
+    stop, size = bundle.decoder.decoder.eos_token_ids, bundle.decoder.decoder.vocab_size
+    follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
+    text = bundle.tokenizer.encode('"' + "a" * 8000 + '"')
+    with pytest.raises(UsageError, match=r"needs less memory, .* after \d{4} tokens"):
+        follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}},
