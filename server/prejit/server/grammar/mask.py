@@ -118,11 +118,10 @@ class GrammarMask:
             return
         error, count = self._matcher.get_error().partition("\n")[0], len(self._read)
         self._begin_again()
-        if "too many states" in error:
+        if "too many" in error or "max is" in error:
             raise UsageError(
-                f"grammar: expected one that needs less memory, found too many states of its lexer after "
-                f"{count} tokens",
-                hint="allow shorter texts, or texts of any length: counting characters takes memory",
+                f"grammar: expected a smaller one, found after {count} tokens: {error}",
+                hint="allow fewer alternatives, and texts that are shorter or of any length",
             )
         raise UsageError(
             f"grammar: expected one that allows more after {count} tokens, found: {error}",

@@ -1,7 +1,9 @@
 """Grammars of a bundle: what they take, what they refuse and how, and that each is compiled once."""
 
 import functools
+import itertools
 import json
+import random
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -119,6 +121,19 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
         assert len(sources) == compiled
 
 
+def test_one_of_many_texts_is_an_answer():
+    """An enumeration of 3,000 texts ended its request with an error after the first token."""
+    letters, chosen = "abcdefghijklmnop", random.Random(0)
+    texts = ["".join(chosen.choices(letters, k=12)) for _ in range(6000)]
+    words = [bytes([byte]) for byte in range(256)]
+    words += ["".join(each).encode() for each in itertools.product(letters, repeat=3)]
+    source = schema_source({"enum": texts})
+    matcher = grammar_compiling.compiled(grammar_compiling.tokenizer_of(words), source).matcher
+    mask = GrammarMask(matcher, len(words), ())
+    for place in range(13):
+        assert mask(list(f'"{texts[0]}'[: place + 1].encode())).any()
+
+
 def test_long_texts_fit_and_one_that_needs_too_much_memory_is_named(bundle, grammars):
     """Every string with a `maxLength` ended its request with an error after 1,670 characters."""
     schema = {"type": "string", "maxLength": 8000}
@@ -134,7 +149,9 @@ def test_long_texts_fit_and_one_that_needs_too_much_memory_is_named(bundle, gram
     stop, size = bundle.decoder.decoder.eos_token_ids, bundle.decoder.decoder.vocab_size
     follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
     text = bundle.tokenizer.encode('"' + "a" * 8000 + '"')
-    with pytest.raises(UsageError, match=r"needs less memory, .* after \d{4} tokens"):
+    with pytest.raises(
+        UsageError, match=r"a smaller one, found after \d{4} tokens: .*too many states"
+    ):
         follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
 
 
