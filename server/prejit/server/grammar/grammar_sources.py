@@ -10,11 +10,22 @@ from typing import Any, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.schema_paths import corrected, error_path, rounded_number
+from prejit.server.grammar.schema_paths import (
+    corrected,
+    error_path,
+    has_names_beside_others,
+    rounded_number,
+)
 
 WHITESPACE = " "
 """White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
 white space until their last token if they may, and indents cost tokens without a meaning."""
+
+_ESCAPES = 'nrbtf\\"'
+"""The escapes of JSON but `\\u00e9`, in which llguidance 1.9.1 lets the name of an additional member have any
+character: `"\\u0061"` would be a second `"a"` with a value of another schema."""
+_CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xupPav]|\[:")
+"""Signs that a schema, as JSON, may demand a control character, which is only there as such an escape."""
 
 _LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 
@@ -141,8 +152,10 @@ def schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
         raise UsageError(
             f"schema: expected a JSON schema that a value satisfies, found {schema!r:.80}"
         )
-    ways = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    ways: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     try:
+        if has_names_beside_others(schema) and not _CONTROLS.search(json.dumps(schema)):
+            ways["json_allowed_escapes"] = _ESCAPES
         return json.dumps({**corrected(schema, lenient), "x-guidance": ways}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"schema: expected values of JSON, found others: {error}") from error

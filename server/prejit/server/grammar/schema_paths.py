@@ -103,6 +103,16 @@ def moved(schema: Any, to: str) -> Any:
     return schema
 
 
+def has_names_beside_others(schema: Any) -> bool:
+    """Return whether an object may have members that the schema names, and others."""
+    if not isinstance(schema, Mapping):
+        return False
+    named = schema.get("properties") or schema.get("patternProperties")
+    if named and schema.get("additionalProperties") is not False:
+        return True
+    return any(has_names_beside_others(part) for _, part in _parts(schema))
+
+
 def rounded_number(schema: Any) -> tuple[str, int | float] | None:
     """Find a number of a schema that llguidance 1.9.1 would change.
 

@@ -38,6 +38,10 @@ HOSTILE = {"type": "array", "x-guidance": {"item_separator": "[^x]*", "lenient":
 BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
 
 GBNF = r"""root ::= [\u00e9ab~~] "\[\]\\" "\\u00e9" # "\u00e"""
+OPEN = {
+    "type": "object", "properties": {"a": {"type": "integer"}},
+    "additionalProperties": {"type": "string"},
+}  # fmt: skip
 NAMED = {
     "type": "object", "additionalProperties": False,
     "patternProperties": {'^[^"]$': {"$ref": "#/components/inner"}},
@@ -56,6 +60,11 @@ NAMED = {
         (lambda g: g.json_schema({"enum": [2**53, 2**63 - 1]}), (str(2**53), str(2**63 - 1)), ("1",)),
         (lambda g: g.json_schema({"const": 2**53 + 1}, lenient=True), (str(2**53 + 1),), ()),
         (lambda g: g.json_schema({"type": "integer", "maximum": 2**64 - 1}), ("7",), ("7.5",)),
+        # No other spelling of a name, unless the schema has control characters.
+        (lambda g: g.json_schema(OPEN), (r'{"a":1,"b":"\n\""}',),
+         (r'{"a":1,"\u0061":"b"}', r'{"\u0061":"b"}')),
+        (lambda g: g.json_schema({**OPEN, "properties": {"a": {"const": "\x7f\x01"}}}),
+         (r'{"a":"\u007f\u0001"}',), ('{"a":"a"}',)),
         # Patterns of names, and a schema under a name of no keyword.
         (lambda g: g.json_schema(NAMED), ('{"a":"b"}',), (r'{"\"":"b"}', r'{"a":"\""}')),
         (lambda g: g.json_object(), ('{"name": [1, {"é": null}]}',), ("[]",)),
