@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,10 +59,12 @@ class CompiledGrammar:
         matcher: at the beginning of a text; masks copy it. It has made its first mask, which makes theirs
             quick.
         size_bytes: its memory.
+        seconds: the CPU time that compiling it took.
     """
 
     matcher: LLMatcher
     size_bytes: int
+    seconds: float
 
 
 def tokenizer_of(table: Sequence[bytes | None]) -> LLTokenizer:
@@ -90,6 +93,7 @@ def compiled(
     """
     from llguidance import LLMatcher, LLParserLimits
 
+    started = time.thread_time()
     limits = LLParserLimits(
         max_lexer_states=_LEXER_STATES if size_bytes is None else _CLIENT_LEXER_STATES,
         step_lexer_fuel=_STEP_FUEL,
@@ -101,7 +105,8 @@ def compiled(
         matcher.compute_bitmask()  # 100 ms for 4,000 members, which no step of an engine waits for now
     if matcher.is_error():
         raise source.error(matcher.get_error())
-    return CompiledGrammar(matcher, size_bytes or len(source.text) * _BYTES_FOR_BYTE)
+    seconds = time.thread_time() - started
+    return CompiledGrammar(matcher, size_bytes or len(source.text) * _BYTES_FOR_BYTE, seconds)
 
 
 def _lark(source: GrammarSource) -> str:

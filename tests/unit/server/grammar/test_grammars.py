@@ -164,6 +164,24 @@ def test_long_texts_fit_and_one_that_needs_too_much_memory_is_named(bundle, gram
         follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
 
 
+@pytest.mark.parametrize("of_strangers", [False, True])
+def test_texts_of_many_requests_do_not_fill_a_grammar(bundle, monkeypatch, of_strangers):
+    """Their lexer states added up: one request ended with an error, and then each one with its schema."""
+    for limit in ("_LEXER_STATES", "_CLIENT_LEXER_STATES"):
+        monkeypatch.setattr(grammar_compiling, limit, 2000)
+    texts = {f"p{place}": {"type": "string", "maxLength": 300 + place} for place in range(9)}
+    schema = {"type": "object", "properties": texts, "required": list(texts)}
+    grammars, chosen = Grammars(bundle, of_strangers=of_strangers), random.Random(0)
+    others = [grammars.json_schema(schema) for _ in range(3)]
+    for mask in [grammars.json_schema(schema) for _ in range(3)] + others:
+        value = {name: "a" * chosen.randint(0, 99) for name in texts}
+        text = bundle.tokenizer.encode(json.dumps(value))
+        for place, token_id in enumerate(text):
+            assert mask(text[:place])[token_id]
+    assert grammars.json_schema(schema)([]).any()
+    grammars.stop_trial()
+
+
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}},
         "required": ["city"], "additionalProperties": False}  # fmt: skip
 TOOLS = [
