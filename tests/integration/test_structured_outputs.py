@@ -52,6 +52,14 @@ ADD = {
 }
 NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 NOW = {"type": "function", "function": {"name": "now", "parameters": NONE}}
+WRONG = {
+    "type": "function",
+    "function": {
+        "name": "wrong",
+        "strict": True,
+        "parameters": {**NONE, "properties": {"a": {"not": {}}}},
+    },
+}
 DIVISOR = {"type": "integer", "multipleOf": 99_999_999}
 """Takes the grammar library minutes."""
 
@@ -143,6 +151,13 @@ def test_an_answer_is_what_a_request_says_it_must_be(client, name):
         ({"tools": [ADD], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
             "mode": "auto", "tools": [{"type": "function", "function": {"name": "sub"}}]}}},
          "tool_choice", "expected one of 'add', found 'sub'"),
+        ({"tools": [ADD, WRONG], "tool_choice": {"type": "function", "function": {"name": "wrong"}}},
+         "tools[1].function.parameters/properties/a", "not"),
+        ({"tools": [WRONG], "tool_choice": "required"},
+         "tools[0].function.parameters/properties/a", "not"),
+        ({"tools": [ADD, WRONG], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "mode": "required", "tools": [{"type": "function", "function": {"name": "wrong"}}]}}},
+         "tools[1].function.parameters/properties/a", "not"),
     ],
 )  # fmt: skip
 def test_what_no_answer_can_be_is_refused(server, body, param, message):

@@ -31,7 +31,7 @@ def cache_root() -> Path:
     if root := os.environ.get("PREJIT_RUNTIME_CACHE"):
         return Path(root)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "prejit" / "runtime"
+    return Path("/nonexistent" if base[0] == "~" else base, "prejit", "runtime")  # no home
 
 
 def is_own(status: os.stat_result) -> bool:

@@ -193,7 +193,7 @@ class BlobDirectory:
             filled = _filled(descriptor, at.size)
             for place in range(0, filled, PIECE_BYTES):
                 hasher.update(os.pread(descriptor, min(PIECE_BYTES, filled - place), place))
-            is_wrong = filled == at.size and f"sha256:{hasher.hexdigest()}" != at.digest
+            is_wrong = 0 < filled == at.size and f"sha256:{hasher.hexdigest()}" != at.digest
             if is_wrong or os.fstat(descriptor).st_size > at.size:
                 partial.unlink()  # never cut: somebody may have mapped it
                 self._write(at, pieces, partial, arrival)

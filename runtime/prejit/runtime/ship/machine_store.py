@@ -39,10 +39,11 @@ BUNDLES = "PREJIT_BUNDLES"
 
 
 def machine_store() -> MachineStore:
-    """Return the store of this machine."""
-    given = os.environ.get(BUNDLES)
+    """Return the store of this machine. Without a home it is in /nonexistent, as nobody's files."""
+    if given := os.environ.get(BUNDLES):
+        return MachineStore(Path(given))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return MachineStore(Path(given or os.path.join(base, "prejit", "bundles")))
+    return MachineStore(Path("/nonexistent" if base[0] == "~" else base, "prejit", "bundles"))
 
 
 @dataclass(frozen=True, slots=True)

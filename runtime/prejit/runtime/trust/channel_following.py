@@ -105,9 +105,12 @@ _MAX_BYTES = 1 << 20
 
 
 def state_root() -> Path:
-    """Return the directory of states: `$XDG_STATE_HOME/prejit/trust`, else `~/.local/state/prejit/trust`."""
+    """Return the directory of states: `$XDG_STATE_HOME/prejit/trust`, else `~/.local/state/prejit/trust`.
+
+    Without a home it is in /nonexistent: a process in another working directory must find the same state.
+    """
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(base) / "prejit" / "trust"
+    return Path("/nonexistent" if base[0] == "~" else base, "prejit", "trust")
 
 
 @final

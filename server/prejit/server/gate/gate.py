@@ -101,6 +101,14 @@ class Gate:
         length = request.header(b"content-length")
         if length and int(length) > settings.body_bytes:
             raise request.too_large(int(length))
+        coding = request.header(b"content-encoding").decode("latin-1").strip()
+        if coding.lower() not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"Content-Encoding: expected a body that is not compressed, found {coding!r:.80}",
+                code="unsupported_encoding",
+                headers={"Accept-Encoding": "identity"},
+            )
 
     async def _fail(self, scope: Scope, request: _Request, error: Exception) -> None:
         """Answer a request that failed, or cut its connection if the answer has begun."""

@@ -10,11 +10,22 @@ from typing import Any, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.schema_paths import error_path, without_nul
+from prejit.server.grammar.schema_paths import (
+    corrected,
+    error_path,
+    has_names_beside_others,
+    rounded_number,
+)
 
 WHITESPACE = " "
 """White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
 white space until their last token if they may, and indents cost tokens without a meaning."""
+
+_ESCAPES = 'nrbtf\\"'
+"""The escapes of JSON but `\\u00e9`, in which llguidance 1.9.1 lets the name of an additional member have any
+character: `"\\u0061"` would be a second `"a"` with a value of another schema."""
+_CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xupPav]|\[:")
+"""Signs that a schema, as JSON, may demand a control character, which is only there as such an escape."""
 
 _LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 
@@ -61,7 +72,7 @@ def schema_source(schema: Mapping[str, Any] | bool, *, lenient: bool = False) ->
     """Return the grammar of the JSON texts of a schema. Arguments and errors as `Grammars.json_schema`."""
     part = SchemaPart("schema", schema, lenient)
     expected = "schema: expected a JSON schema that a grammar can follow"
-    return GrammarSource(f"start: %json {schema_text(schema, lenient)}", expected, (part,))
+    return GrammarSource(f"start: %json {part_text(part)}", expected, (part,))
 
 
 def regex_source(pattern: str) -> GrammarSource:
@@ -117,6 +128,22 @@ def _error_of(schema: Any, lenient: bool) -> str:
     return one_line(error.partition("\n  while processing ")[0])  # it names the place of a $ref
 
 
+def part_text(part: SchemaPart) -> str:
+    """Return a schema as JSON. Raises UsageError if it has a number that the grammar library would round."""
+    text = schema_text(part.schema, part.lenient)
+    check_numbers(part)
+    return text
+
+
+def check_numbers(part: SchemaPart) -> None:
+    """Raise UsageError if a schema has a number that the grammar library would round."""
+    if not part.lenient and (found := rounded_number(part.schema)):
+        raise UsageError(
+            f"{part.at}{found[0]}: expected numbers that float64 and int64 hold exactly, found {found[1]}",
+            hint="leave the keyword out, or give the number as a text",
+        )
+
+
 def schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
     """Return a schema as JSON, with llguidance's own options instead of those that it has."""
     if schema is True:
@@ -125,8 +152,10 @@ def schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
         raise UsageError(
             f"schema: expected a JSON schema that a value satisfies, found {schema!r:.80}"
         )
-    ways = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    ways: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     try:
-        return json.dumps({**without_nul(schema), "x-guidance": ways}, allow_nan=False)
+        if has_names_beside_others(schema) and not _CONTROLS.search(json.dumps(schema)):
+            ways["json_allowed_escapes"] = _ESCAPES
+        return json.dumps({**corrected(schema, lenient), "x-guidance": ways}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"schema: expected values of JSON, found others: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from tokenizers import Tokenizer
@@ -23,14 +24,18 @@ from prejit.server.grammar.tool_call_grammar import ToolForm, tools_source
 
 if TYPE_CHECKING:
     import llguidance
+    from llguidance import LLMatcher
 
     from prejit.runtime.bundle import Bundle
     from prejit.server.grammar.grammar_trial import Trial
 
 _KEPT_BYTES = 64 << 20
 """Maximum memory of the compiled grammars that are kept. A small one compiles again in milliseconds."""
-_LEAST_BYTES = 1 << 20
+_LEAST_BYTES = 3 << 20
 """The least that a kept grammar counts: its lexer grows while it makes masks."""
+
+_RENEWED_SECONDS = 0.05
+"""The longest CPU time to compile a client's grammar again while others generate."""
 
 
 @final
@@ -158,7 +163,7 @@ class Grammars:
             UsageError: it does not compile, or takes too much of something. Also as `prepare`.
         """
         return self.kept_mask(source, stop_token_ids) or self._new_mask(
-            self._keep(source), stop_token_ids
+            source, self._keep(source), stop_token_ids
         )
 
     def kept_mask(
@@ -172,7 +177,7 @@ class Grammars:
                 del self._compiled[source.text]
                 return None
             self._compiled.move_to_end(source.text)
-        return self._new_mask(kept, stop_token_ids)
+        return self._new_mask(source, kept, stop_token_ids)
 
     def stop_trial(self) -> None:
         """Give up what `mask` compiles now in another thread, which raises UsageError then."""
@@ -180,11 +185,38 @@ class Grammars:
             self._trial.stop()
 
     def _new_mask(
-        self, kept: CompiledGrammar, stop_token_ids: Collection[int] | None
+        self,
+        source: GrammarSource,
+        kept: CompiledGrammar,
+        stop_token_ids: Collection[int] | None,
     ) -> GrammarMask:
         decoder = self._decoder
         stop = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
-        return GrammarMask(kept.matcher, decoder.vocab_size, stop, is_limited=self._of_strangers)
+        return GrammarMask(
+            kept.matcher,
+            decoder.vocab_size,
+            stop,
+            is_limited=self._of_strangers,
+            renewed=partial(self._renewed, source, kept),
+        )
+
+    def _renewed(
+        self, source: GrammarSource, before: CompiledGrammar, full: LLMatcher
+    ) -> LLMatcher:
+        """Return a matcher of a grammar with a lexer that is not full, which new masks take, too.
+
+        A client's grammar that takes long to compile stays full: the engine would wait.
+        """
+        with self._lock:
+            kept = self._compiled.get(source.text, before)
+        if kept.matcher is not full:
+            return kept.matcher
+        if self._of_strangers and kept.seconds > _RENEWED_SECONDS:
+            return full
+        found = compiled(self._tokenizer, source, kept.size_bytes if self._of_strangers else None)
+        with self._lock:
+            self._compiled[source.text] = found
+        return found.matcher
 
     def _keep(self, source: GrammarSource) -> CompiledGrammar:
         """Compile a grammar and keep it. Those that were not used for longest make room."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -20,6 +20,10 @@ _MASKS_SECONDS = 0.25
 """CPU time that the masks of one text may take, beside that for each token."""
 _MASK_SECONDS = 1e-3
 """CPU time that a mask may take on average. Those of JSON take a tenth of it."""
+
+
+class _FullError(UsageError):
+    """The lexer has as many states as it may have. Texts and masks of the same grammar have added to them."""
 
 
 @final
@@ -40,6 +44,7 @@ class GrammarMask:
         stop_token_ids: Collection[int],
         *,
         is_limited: bool = False,
+        renewed: Callable[[LLMatcher], LLMatcher] | None = None,
     ) -> None:
         """Begin a text. `Grammars` makes masks.
 
@@ -48,9 +53,11 @@ class GrammarMask:
             vocab_size: number of logits of the model.
             stop_token_ids: with which a text may end.
             is_limited: whether masks that take long end the request: others share the engine's thread.
+            renewed: returns a matcher like the one given, whose lexer is full; masks of a grammar share one.
         """
         self._fresh = matcher
         self._is_limited = is_limited
+        self._renewed = renewed
         self._seconds = 0.0
         self._matcher = matcher.deep_copy()
         self._vocab_size = vocab_size
@@ -66,10 +73,13 @@ class GrammarMask:
                 ambiguous for the parser.
         """
         with self._lock:
-            started = time.thread_time()
-            self._follow(token_ids)
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            self._check()
+            started, before = time.thread_time(), self._fresh
+            try:
+                bits = self._bits(token_ids)
+            except _FullError:
+                if self._fresh is before:
+                    raise
+                bits = self._bits(token_ids)
             if self._is_limited:
                 self._spend(time.thread_time() - started, len(token_ids))
             allowed = np.unpackbits(bits, count=self._vocab_size + 1, bitorder="little").view(
@@ -80,7 +90,13 @@ class GrammarMask:
 
     def again(self) -> GrammarMask:
         """Return a new mask of the same grammar, for another request."""
-        return GrammarMask(self._fresh, self._vocab_size, self._stop, is_limited=self._is_limited)
+        return GrammarMask(
+            self._fresh,
+            self._vocab_size,
+            self._stop,
+            is_limited=self._is_limited,
+            renewed=self._renewed,
+        )
 
     def accepts(self, token_ids: Sequence[int]) -> bool:
         """Return whether these tokens are a whole text of the grammar; a stop token may be the last."""
@@ -102,6 +118,12 @@ class GrammarMask:
                 hint="send a simpler grammar: one with less repetition and fewer alternatives",
             )
 
+    def _bits(self, token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        self._follow(token_ids)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return bits
+
     def _follow(self, token_ids: Sequence[int]) -> None:
         """Let the matcher read the tokens that it has not read, and forget those that are others now."""
         read = self._read
@@ -117,7 +139,15 @@ class GrammarMask:
         if not self._matcher.is_error():
             return
         error, count = self._matcher.get_error().partition("\n")[0], len(self._read)
+        is_full = "too many states" in error
+        if is_full and self._renewed is not None:
+            self._fresh = self._renewed(self._fresh)
         self._begin_again()
+        if "too many" in error or "max is" in error:
+            raise (_FullError if is_full else UsageError)(
+                f"grammar: expected a smaller one, found after {count} tokens: {error}",
+                hint="allow fewer alternatives, and texts that are shorter or of any length",
+            )
         raise UsageError(
             f"grammar: expected one that allows more after {count} tokens, found: {error}",
             hint="a schema that refers only to itself has no end; a mask is for one request, from its first "

@@ -29,6 +29,11 @@ _TRIES = 500
 _SECONDS = 0.5
 """Maximum CPU time of the same."""
 
+_VALUES = ("const", "enum", "default", "examples", "example")
+"""Keywords whose value is a value, or a list of values, and no schema."""
+_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+"""Keywords whose numbers the grammar library reads as float64."""
+
 _NEGATED = re.compile(r"(\\.)|\[\^(-?)(?!\])", re.DOTALL)
 """An escape in a regular expression, or the beginning of a class of all characters but some."""
 
@@ -98,24 +103,76 @@ def moved(schema: Any, to: str) -> Any:
     return schema
 
 
-def without_nul(schema: Any) -> Any:
-    """Return a schema whose patterns let no class like `[^"]` have NUL.
+def has_names_beside_others(schema: Any) -> bool:
+    """Return whether an object may have members that the schema names, and others."""
+    if not isinstance(schema, Mapping):
+        return False
+    named = schema.get("properties") or schema.get("patternProperties")
+    if named and schema.get("additionalProperties") is not False:
+        return True
+    return any(has_names_beside_others(part) for _, part in _parts(schema))
 
-    llguidance 1.9.1 takes a class with all control characters for one with every escape of JSON, so that
-    `[^"]` let a quotation mark come.
+
+def rounded_number(schema: Any) -> tuple[str, int | float] | None:
+    """Find a number of a schema that llguidance 1.9.1 would change.
+
+    It reads numbers as float64 and whole ones then as int64, so that a `const` of 2**53 + 1 gave 2**53.
+
+    Returns:
+        The JSON pointer of the number's keyword, and the number.
     """
+    if not isinstance(schema, Mapping):
+        return None
+    for keyword in _NUMBERS:
+        for number in _rounded(keyword, schema.get(keyword)):
+            return f"/{keyword}", number
+    for step, part in _parts(schema):
+        if found := rounded_number(part):
+            return f"{step}{found[0]}", found[1]
+    return None
+
+
+def _rounded(keyword: str, value: Any) -> Iterator[int | float]:
+    """Yield the whole numbers in the value of a keyword that do not stay what they are."""
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        # 2**63 becomes 2**63 - 1. A bound beyond int64 is refused there, or as good as none.
+        is_exact = -(2**63) <= value < 2**63 and int(float(value)) == value
+        is_far_bound = keyword not in _VALUES and abs(value) >= 2**63
+        is_last = value == 2**63 - 1 and keyword != "exclusiveMaximum"
+        if not (is_exact or is_far_bound or is_last):
+            yield value
+    elif keyword in _VALUES and isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _rounded(keyword, part)
+
+
+def corrected(schema: Any, lenient: bool) -> Any:
+    """Return a schema that llguidance 1.9.1 does not misread.
+
+    It takes a class with all control characters for one with every escape of JSON, so that `[^"]` let a
+    quotation mark come: patterns let no such class have NUL. If `lenient`, keywords with a number that it
+    would round are left out.
+    """
+    if isinstance(schema, list | tuple):
+        return [corrected(part, lenient) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     copy = {**schema}
     for keyword, value in schema.items():
-        if keyword == "pattern" and isinstance(value, str):
-            copy[keyword] = _NEGATED.sub(
-                lambda found: found[1] or "[^\\x00" + ("\\-" if found[2] else ""), value
-            )
+        if lenient and keyword in _NUMBERS and any(True for _ in _rounded(keyword, value)):
+            del copy[keyword]
+        elif keyword == "pattern" and isinstance(value, str):
+            copy[keyword] = _without_nul(value)
         elif keyword in _OF_MAPS and isinstance(value, Mapping):
-            copy[keyword] = {name: without_nul(part) for name, part in value.items()}
-        elif keyword in _OF_LISTS and isinstance(value, list | tuple):
-            copy[keyword] = [without_nul(part) for part in value]
-        elif keyword in _OF_ONE:
-            copy[keyword] = without_nul(value)
+            is_pattern = keyword == "patternProperties"
+            copy[keyword] = {
+                _without_nul(name) if is_pattern else name: corrected(part, lenient)
+                for name, part in value.items()
+            }
+        elif keyword not in _VALUES:  # a $ref may lead into a keyword of any name, as `components`
+            copy[keyword] = corrected(value, lenient)
     return copy
+
+
+def _without_nul(pattern: str) -> str:
+    return _NEGATED.sub(lambda found: found[1] or "[^\\x00" + ("\\-" if found[2] else ""), pattern)

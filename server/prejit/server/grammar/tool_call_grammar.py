@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.grammar_sources import GrammarSource, SchemaPart, schema_text
+from prejit.server.grammar.grammar_sources import (
+    GrammarSource,
+    SchemaPart,
+    check_numbers,
+    part_text,
+    schema_text,
+)
 from prejit.server.grammar.schema_paths import escaped, moved
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
@@ -57,7 +63,7 @@ def tools_source(
     Raises:
         UsageError: there is no tool, or one has no name.
     """
-    written = None if answer is None else schema_text(answer.schema, answer.lenient)
+    written = None if answer is None else part_text(answer)
     if not tools:
         raise UsageError("tools: expected one or more, found none")
     schemas = [_call_schema(tool, form, f"tools[{place}]") for place, tool in enumerate(tools)]
@@ -108,7 +114,9 @@ def _call_schema(tool: Mapping[str, Any], form: ToolForm, at: str) -> tuple[str,
     }
     lenient = not function.get("strict")
     part = SchemaPart(f"{at}.function.parameters", function.get("parameters") or {}, lenient)
-    return schema_text(call, lenient), part
+    text = schema_text(call, lenient)
+    check_numbers(part)
+    return text, part
 
 
 def _words(text: str, special_id: Callable[[str], int | None]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,13 @@ from prejit.server.openai.tool_calls import ForcedReader, Reader, TextReader, To
 
 OBJECT: dict[str, Any] = {"type": "object"}
 """The JSON Schema of any object."""
+
+
+_IN_GRAMMAR = re.compile(
+    r"(?:tools\[(?P<tool>\d+)\]\.function\.parameters|schema(?:/items/anyOf/(?P<call>\d+)/properties/arguments)?)"
+    r"(?=[/:])"
+)
+"""How an error of a grammar of calls begins: with the place of a schema there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +91,26 @@ class Tools:
         forced: whether it has to.
         name: the one that it has to call; None: any of them.
         only_one: whether one call is the most.
+        places: where the request has each function, such as `tools[1].function`.
     """
 
     functions: tuple[Function, ...] = ()
     forced: bool = False
     name: str | None = None
     only_one: bool = False
+    places: tuple[str, ...] = ()
+
+    def placed(self, message: str) -> str:
+        """Return the error of a grammar of calls with the place of the schema in the request."""
+        found = _IN_GRAMMAR.match(message)
+        if found is None:
+            return message
+        names = [each.name for each in self.functions]
+        number = found["tool"] or found["call"]
+        place = int(number) if number else names.index(self.name) if self.name else None
+        if place is None:
+            return message
+        return f"{self.places[place]}.parameters{message[found.end() :]}"
 
     def constraint(self) -> Constraint | None:
         """Return what the answer must be so that it is a call; None: it may be anything."""
@@ -115,6 +137,7 @@ def chosen_tools(
     *,
     allowed: Collection[str] | None = None,
     parallel: bool | None,
+    inside: str = ".function",
 ) -> Tools:
     """Return the tools of a request.
 
@@ -124,11 +147,13 @@ def chosen_tools(
         name: the tool that the model has to call.
         allowed: names of the tools that it may call; None: all.
         parallel: whether it may make several calls in one answer; None: it may.
+        inside: where each of the request's `tools` has its function.
 
     Raises:
         ApiError: a call is wanted of a tool that is not there.
     """
     names = [each.name for each in functions]
+    place_of = {name: f"tools[{place}]{inside}" for place, name in enumerate(names)}
     for wanted in allowed or ():
         if wanted not in names:
             raise _no_such_tool(names, wanted)
@@ -144,7 +169,8 @@ def chosen_tools(
     if choice == "none":
         return Tools()
     forced = name is not None or choice == "required"
-    return Tools(tuple(functions), forced, name, only_one=parallel is False)
+    places = tuple(place_of[each] for each in names)
+    return Tools(tuple(functions), forced, name, only_one=parallel is False, places=places)
 
 
 def _no_such_tool(known: Sequence[str], name: str) -> ApiError:

@@ -96,11 +96,13 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
 def _tools(body: ResponseRequest) -> Tools:
     functions, choice, parallel = body.tools or (), body.tool_choice, body.parallel_tool_calls
     if isinstance(choice, ChosenResponseTool):
-        return chosen_tools(functions, None, choice.name, parallel=parallel)
+        return chosen_tools(functions, None, choice.name, parallel=parallel, inside="")
     if isinstance(choice, AllowedResponseTools):
         names = [each.name for each in choice.tools]
-        return chosen_tools(functions, choice.mode, None, allowed=names, parallel=parallel)
-    return chosen_tools(functions, choice, None, parallel=parallel)
+        return chosen_tools(
+            functions, choice.mode, None, allowed=names, parallel=parallel, inside=""
+        )
+    return chosen_tools(functions, choice, None, parallel=parallel, inside="")
 
 
 def _constraint(body: ResponseRequest) -> AnyConstraint | None:

@@ -67,6 +67,9 @@ async def token_masks(
             mask = await _compiled(asked, constraint.source)
         except UsageError as error:  # it has the name of an argument in Python
             refused = as_api_error(error)
+            if tools.forced and (placed := tools.placed(refused.message)) != refused.message:
+                refused.message, refused.param = placed, placed.partition(":")[0]
+                raise refused from error
             refused.param = constraint.field
             found = re.sub("^(regex|choice|grammar): ", "", refused.message)
             refused.message = f"{constraint.field}: {found}"
@@ -110,6 +113,7 @@ async def _mask_of_calls(
         return await _compiled(asked, source)
     except UsageError as error:  # the schema of a strict function
         refused = as_api_error(error)
+        refused.message = tools.placed(refused.message)
         refused.param = refused.message.partition(":")[0]
         raise refused from error
 

@@ -16,17 +16,19 @@ import secrets
 import string
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal, final
 
 import msgspec
-
-from prejit.server.openai.bodies import encode
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARKS = re.compile(r"\s*(?:<\|python_tag\|>|\[TOOL_CALLS\])?\s*")
 """Marks before calls that stand alone, where a tokenizer does not have them as special tokens."""
 _PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"\s*;\s*(?=\{)")
+_JSON = msgspec.json.Decoder(float_hook=Decimal)
+"""Keeps numbers as they are written, also those that no float holds, such as 1e999."""
+_ENCODER = msgspec.json.Encoder(decimal_format="number")
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_CHARACTERS = 9
 """Mistral's templates refuse ids of another length; other clients and templates take any."""
@@ -106,11 +108,11 @@ class ToolReader:
         parts: Parts = []
         held, self._held = self._held, ""
         if self._state == "alone":
-            calls = alone(held, self._names)
-            parts += calls[:1] if self._only_one else calls
-            if not calls:
-                parts.append(held)
-        elif self._state == "call":  # the stop token came before the mark
+            if calls := alone(held, self._names):
+                return calls[:1] if self._only_one else calls
+            self._state = "text"  # it only begins like calls, and may have some behind it
+            return [*self.push(held), *self.finish()]
+        if self._state == "call":  # the stop token came before the mark
             self._add_call(parts, held, _OPEN + held)
         else:
             self._add_text(parts, held)
@@ -206,8 +208,12 @@ def alone(text: str, names: Collection[str]) -> Parts:
 def _decoded(text: str) -> Any:
     """Return a JSON value; None: the text is something else."""
     try:
-        return msgspec.json.decode(text)
-    except (ValueError, RecursionError):
+        return _JSON.decode(text)
+    except (
+        ValueError,
+        RecursionError,
+        ArithmeticError,
+    ):  # the last one: of an exponent with 20 digits
         return None
 
 
@@ -219,7 +225,7 @@ def _call(value: Any) -> ToolCall | None:
         arguments = {}
     if isinstance(arguments, str):  # some models write the JSON as a string, as OpenAI's API has it
         return ToolCall(value["name"], arguments)
-    return ToolCall(value["name"], encode(arguments).decode())
+    return ToolCall(value["name"], _ENCODER.encode(arguments).decode())
 
 
 def _end_of_call(text: str) -> int:

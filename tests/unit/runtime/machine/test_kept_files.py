@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import pwd
 import time
 
 import pytest
@@ -20,6 +21,8 @@ from prejit.runtime.loader import load
 from prejit.runtime.machine import kept_files as receipts
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS, Receipts
+from prejit.runtime.ship.machine_store import machine_store
+from prejit.runtime.trust.channel_following import state_root
 
 CONTENT = b"some weights" * 1000
 
@@ -147,6 +150,29 @@ def test_receipts_of_other_users_do_not_count(file, runtime_cache):
         os.chown(given, 12345, 12345)
         assert not held(file)
         os.chown(given, 0, 0)
+
+
+def test_a_user_without_a_home_writes_nothing_below_the_working_directory(monkeypatch):
+    """A container's user without a line in /etc/passwd got a directory of the name ~ there."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in (
+        "HOME",
+        "PREJIT_RUNTIME_CACHE",
+        "PREJIT_BUNDLES",
+        "XDG_CACHE_HOME",
+        "XDG_STATE_HOME",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for path in (receipts.cache_root(), machine_store().path, state_root()):
+        assert str(path).startswith("/nonexistent/prejit/")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(receipts.cache_root()) == "/home/me/.cache/prejit/runtime"
+    assert str(machine_store().path) == "/home/me/.cache/prejit/bundles"
+    assert str(state_root()) == "/home/me/.local/state/prejit/trust"
 
 
 def test_a_cache_that_cannot_be_written_costs_no_error(tmp_path, at_once, monkeypatch):

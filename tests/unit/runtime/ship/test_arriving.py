@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -224,6 +225,12 @@ def test_what_is_hashed_later_gets_no_name_if_it_is_wrong(tmp_path):
         with pytest.raises(RejectError):
             directory.write(AT, lambda start, sent=content: iter([sent[start:]]), ArrivingBlob())
         assert not directory.has(AT)
+        assert not list(directory.partial.iterdir())
+    for content, arrival in itertools.product((b"", b"x"), (None, ArrivingBlob())):
+        with pytest.raises(RejectError):  # no bytes, with the digest of others
+            directory.write(
+                Descriptor("x", AT.digest, 0), lambda start, sent=content: iter([sent]), arrival
+            )
         assert not list(directory.partial.iterdir())
 
 

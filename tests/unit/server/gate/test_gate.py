@@ -74,7 +74,7 @@ def ask(method, path, settings=None, models=None, **more):
     return client.request(method, path, **more)
 
 
-def test_a_request_keeps_its_id_and_a_body_beyond_the_limit_is_413():
+def test_a_request_keeps_its_id_and_a_body_that_is_too_large_or_compressed_is_refused():
     given = ask("POST", "/v1/echo", content=b"abc", headers={"X-Request-Id": "mine-1"})
     assert given.json() == {"bytes": 3, "id": "mine-1", "client": ""}
     assert given.headers["x-request-id"] == "mine-1"
@@ -86,6 +86,10 @@ def test_a_request_keeps_its_id_and_a_body_beyond_the_limit_is_413():
         found = ask("POST", "/v1/echo", Settings(body_bytes=1000), content=content)
         assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
     assert ask("POST", "/v1/echo", Settings(body_bytes=1000), content=b"x" * 1000).is_success
+    for coding, status in (("gzip", 415), ("Identity", 200)):
+        found = ask("POST", "/v1/echo", content=b"abc", headers={"Content-Encoding": coding})
+        assert found.status_code == status
+        assert status == 200 or "compressed, found 'gzip'" in found.json()["error"]["message"]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Grammars of strangers: none of them hangs, fills or ends the process that serves."""
 
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -102,3 +103,27 @@ def test_masks_that_take_long_end_their_own_request(bundle, grammars):
         follow()
     assert time.thread_time() - started < 10
     assert grammars.mask(source)([]).any()
+
+
+IN_SANDBOX = """
+import asyncio, ctypes, struct, sys
+from prejit.runtime import load
+from prejit.server.grammar.grammar_sources import regex_source
+from prejit.server.served.client_grammars import Compiling
+
+# A filter of seccomp(2): EPERM for setpriority, and all else allowed.
+steps = ((0x20, 0, 0, 0), (0x15, 0, 1, 141), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+bundle = load(sys.argv[1])
+mask = asyncio.run(Compiling().mask(bundle, regex_source("ab"), None, "client"))
+print(mask.accepts(bundle.tokenizer.encode("ab")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's seccomp")
+def test_grammars_compile_in_a_sandbox_that_forbids_other_priorities(run_python, lettered_dir):
+    """As the unit in deploy/systemd did: every request with a grammar had status 500."""
+    assert run_python(IN_SANDBOX, str(lettered_dir)).stdout == "True\n"

@@ -1,16 +1,20 @@
 """Grammars of a bundle: what they take, what they refuse and how, and that each is compiled once."""
 
 import functools
+import itertools
 import json
+import random
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from prejit.runtime import load
 from prejit.runtime.errors import UsageError
+from prejit.server.grammar import grammar_compiling
 from prejit.server.grammar import grammars as module
-from prejit.server.grammar.grammar_sources import schema_source
+from prejit.server.grammar.grammar_sources import any_source, schema_source
 from prejit.server.grammar.grammars import Grammars
+from prejit.server.grammar.mask import GrammarMask
 from prejit.server.grammar.schema_paths import error_path
 from prejit.server.grammar.tool_call_grammar import ToolForm
 
@@ -33,6 +37,17 @@ HOSTILE = {"type": "array", "x-guidance": {"item_separator": "[^x]*", "lenient":
 """With options of the library, which have no effect."""
 BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
 
+GBNF = r"""root ::= [\u00e9ab~~] "\[\]\\" "\\u00e9" # "\u00e"""
+OPEN = {
+    "type": "object", "properties": {"a": {"type": "integer"}},
+    "additionalProperties": {"type": "string"},
+}  # fmt: skip
+NAMED = {
+    "type": "object", "additionalProperties": False,
+    "patternProperties": {'^[^"]$': {"$ref": "#/components/inner"}},
+    "components": {"inner": {"type": "string", "pattern": '^[^"]$'}},
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("make", "good", "bad"),
@@ -42,8 +57,20 @@ BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
          ('{"a":null,"b":1}', '{"b":  1,"a":null}', '{\n"b":1,"a":null}', ' {"b":1,"a":null}')),
         (lambda g: g.json_schema(HOSTILE), ("[1]",), ("[1 and 2]",)),
         (lambda g: g.json_schema(BOOLEANS, lenient=True), ("[true,true]",), ("[1]",)),
+        (lambda g: g.json_schema({"enum": [2**53, 2**63 - 1]}), (str(2**53), str(2**63 - 1)), ("1",)),
+        (lambda g: g.json_schema({"const": 2**53 + 1}, lenient=True), (str(2**53 + 1),), ()),
+        (lambda g: g.json_schema({"type": "integer", "maximum": 2**64 - 1}), ("7",), ("7.5",)),
+        # No other spelling of a name, unless the schema has control characters.
+        (lambda g: g.json_schema(OPEN), (r'{"a":1,"b":"\n\""}',),
+         (r'{"a":1,"\u0061":"b"}', r'{"\u0061":"b"}')),
+        (lambda g: g.json_schema({**OPEN, "properties": {"a": {"const": "\x7f\x01"}}}),
+         (r'{"a":"\u007f\u0001"}',), ('{"a":"a"}',)),
+        # Patterns of names, and a schema under a name of no keyword.
+        (lambda g: g.json_schema(NAMED), ('{"a":"b"}',), (r'{"\"":"b"}', r'{"a":"\""}')),
         (lambda g: g.json_object(), ('{"name": [1, {"é": null}]}',), ("[]",)),
         (lambda g: g.json_schema(True), ("12",), ("",)),
+        (lambda g: g.mask(any_source(GBNF)), (r"é[]\\u00e9", r"a[]\\u00e9", r"~[]\\u00e9"),
+         ("\ue9ab" + r"[]\\u00e9", r"é[]\\é")),
         (lambda g: g.regex("a/b|\n+"), ("a/b", "\n\n"), ("a/",)),
         (lambda g: g.regex(r"\d+\.\w"), ("12.é",), ("12é",)),
     ],
@@ -59,6 +86,12 @@ def test_a_grammar_takes_its_texts_and_no_others(bundle, grammars, make, good, b
         ({"const": float("nan")}, "expected values of JSON"),
         ({"const": "\ud800"}, "hex escape"),
         ({**HOSTILE, "uniqueItems": True}, "uniqueItems"),
+        (
+            {"properties": {"a/b": {"enum": [1, {"id": 2**53 + 1}]}}},
+            r"^schema/properties/a~1b/enum: expected numbers .*found 9007199254740993",
+        ),
+        ({"type": "integer", "enum": [1e19]}, "^schema/enum: .*1e[+]19"),
+        ({"minimum": 2**53 + 1}, "^schema/minimum: .*9007199254740993"),
         (nested(200), "recursion limit"),
         (nested(100_000), "expected values of JSON"),
     ],
@@ -89,12 +122,64 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
         return compile_(tokenizer, source, 1 << 20)
 
     monkeypatch.setattr(module, "compiled", count)
-    monkeypatch.setattr(module, "_KEPT_BYTES", 2 << 20)
+    monkeypatch.setattr(module, "_KEPT_BYTES", 6 << 20)
     grammars = Grammars(bundle)
     # In the end "b" was used later than "a", which made room.
     for pattern, compiled in (("a", 1), ("b", 2), ("a", 2), ("b", 2), ("c", 3), ("b", 3), ("a", 4)):
         assert grammars.regex(pattern)([]).any()
         assert len(sources) == compiled
+
+
+def test_one_of_many_texts_is_an_answer():
+    """An enumeration of 3,000 texts ended its request with an error after the first token."""
+    letters, chosen = "abcdefghijklmnop", random.Random(0)
+    texts = ["".join(chosen.choices(letters, k=12)) for _ in range(6000)]
+    words = [bytes([byte]) for byte in range(256)]
+    words += ["".join(each).encode() for each in itertools.product(letters, repeat=3)]
+    source = schema_source({"enum": texts})
+    matcher = grammar_compiling.compiled(grammar_compiling.tokenizer_of(words), source).matcher
+    mask = GrammarMask(matcher, len(words), ())
+    for place in range(13):
+        assert mask(list(f'"{texts[0]}'[: place + 1].encode())).any()
+
+
+def test_long_texts_fit_and_one_that_needs_too_much_memory_is_named(bundle, grammars):
+    """Every string with a `maxLength` ended its request with an error after 1,670 characters."""
+    schema = {"type": "string", "maxLength": 8000}
+    text = bundle.tokenizer.encode('"' + "a" * 4000 + '"')
+
+    def follow(mask):
+        for place, token_id in enumerate(text):
+            assert mask(text[:place])[token_id]
+
+    follow(grammars.json_schema(schema))
+    source, compiled_ = schema_source(schema), grammar_compiling.compiled
+    tokenizer = grammars._tokenizer
+    stop, size = bundle.decoder.decoder.eos_token_ids, bundle.decoder.decoder.vocab_size
+    follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
+    text = bundle.tokenizer.encode('"' + "a" * 8000 + '"')
+    with pytest.raises(
+        UsageError, match=r"a smaller one, found after \d{4} tokens: .*too many states"
+    ):
+        follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
+
+
+@pytest.mark.parametrize("of_strangers", [False, True])
+def test_texts_of_many_requests_do_not_fill_a_grammar(bundle, monkeypatch, of_strangers):
+    """Their lexer states added up: one request ended with an error, and then each one with its schema."""
+    for limit in ("_LEXER_STATES", "_CLIENT_LEXER_STATES"):
+        monkeypatch.setattr(grammar_compiling, limit, 2000)
+    texts = {f"p{place}": {"type": "string", "maxLength": 300 + place} for place in range(9)}
+    schema = {"type": "object", "properties": texts, "required": list(texts)}
+    grammars, chosen = Grammars(bundle, of_strangers=of_strangers), random.Random(0)
+    others = [grammars.json_schema(schema) for _ in range(3)]
+    for mask in [grammars.json_schema(schema) for _ in range(3)] + others:
+        value = {name: "a" * chosen.randint(0, 99) for name in texts}
+        text = bundle.tokenizer.encode(json.dumps(value))
+        for place, token_id in enumerate(text):
+            assert mask(text[:place])[token_id]
+    assert grammars.json_schema(schema)([]).any()
+    grammars.stop_trial()
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}},
@@ -157,6 +242,9 @@ def test_markers_references_and_keywords_of_tools(bundle, grammars):
         ([*TOOLS, {"function": {"name": "f", "strict": True,
                                 "parameters": {"properties": {"x": {"not": {}}}}}}],
          r"tools\[2\].function.parameters/properties/x: .*not"),
+        ([*TOOLS, {"function": {"name": "f", "strict": True,
+                                "parameters": {"properties": {"x": {"const": 2**53 + 1}}}}}],
+         r"tools\[2\].function.parameters/properties/x/const: expected numbers"),
     ],
 )  # fmt: skip
 def test_a_wrong_tool_is_named(grammars, tools, message):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from decimal import Decimal
 
 import jsonschema
 import pytest
@@ -65,6 +66,8 @@ CASES = {
     "an answer in JSON": ('{"name": "Ada", "age": 36}', ['{"name": "Ada", "age": 36}']),
     "another list": ("[1, 2]", ["[1, 2]"]),
     "an empty list": ("[]", ["[]"]),
+    "text that begins like a list": (f"[Hm] {HERMES}\n{HERMES}", ["[Hm] ", CALL, CALL]),
+    "JSON before": ('{"why": 1}' + HERMES + "!", ['{"why": 1}', CALL, "!"]),
 }
 
 
@@ -83,6 +86,8 @@ def test_text_is_not_held_back_and_numbers_and_nesting_in_calls_cannot_raise():
     deep = "[" * 100_000
     assert alone(deep, ["add"]) == []
     assert read([f"<tool_call>{deep}</tool_call>"]) == [f"<tool_call>{deep}</tool_call>"]
+    huge = '{"name": "add", "arguments": {"a": 1e99999999999999999999}}'
+    assert alone(huge, ["add"]) == []
     assert read(['<tool_call>{"name": "add", "arguments": NaN}</tool_call>'])[0] != ("add", None)
 
 
@@ -100,6 +105,11 @@ def test_forced_answers_are_calls_and_parallel_ones_are_dropped_where_one_is_the
     assert forced("add", '{"a": ') == ['{"a": ']
     assert forced(None, '[{"name": "add", "arguments": {"a": 1}}]') == [("add", {"a": 1})]
     assert forced(None, '[{"name": "add"') == ['[{"name": "add"']
+    numbers = [1.10, 12345678901234567890123, Decimal("0.12345678901234567890"), Decimal("1E+999")]
+    written = ",".join(map(str, numbers))
+    reader = ForcedReader(None)
+    reader.push(f'[{{"name": "add", "arguments": [{written}]}}]')
+    assert reader.finish()[0].arguments == f"[{written}]"
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)  # what Mistral takes
