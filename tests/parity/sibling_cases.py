@@ -342,6 +342,33 @@ _DELTA = {
 }
 """The gated delta rule in the first layer, in the last one, and in between."""
 
+_NEAR, _FAR = "sliding_attention", "full_attention"
+_GEMMA4_TYPES = {
+    _FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+    _NEAR: {"rope_type": "default", "rope_theta": 100.0},
+}
+_GEMMA4 = {
+    **removed("rope_theta", "rope_scaling", "hidden_act"),
+    **{"hidden_activation": ["gelu_pytorch_tanh", "silu", "gelu"], "rms_norm_eps": 1e-3},
+    **{"num_hidden_layers": [5, 3, 4], "sliding_window": [9, 3, 20]},
+    "layer_types": [[_NEAR, _FAR, _NEAR, _NEAR, _FAR], [_NEAR, _FAR, _FAR], None],
+    "rope_parameters": [REMOVED, _GEMMA4_TYPES, REMOVED],
+    **{"head_dim": [4, 8, 6], "global_head_dim": [8, 8, 12]},
+    "num_global_key_value_heads": [None, times_heads(1), 1],
+    **{"attention_k_eq_v": [False, True, True], "num_kv_shared_layers": [3, 0, 0]},
+    **{"use_double_wide_mlp": [True, False, False], "final_logit_softcapping": [3.0, None, 30.0]},
+    "use_bidirectional_attention": [None, "vision", None],
+}
+"""Layers that read the keys of others, and layers whose values are keys."""
+
+_OF_LAYERS = {
+    **{"hidden_size_per_layer_input": [5, 0, 8], "enable_moe_block": [False, False, True]},
+    "vocab_size_per_layer_input": lambda random, config: config["vocab_size"] + 3,
+    **{"num_experts": [None, None, 4], "top_k_experts": [None, None, 2]},
+    "moe_intermediate_size": [None, None, 7],
+}
+"""Embeddings for each layer, and experts beside an MLP."""
+
 _THREE_KINDS = {
     **{"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
     **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
@@ -388,6 +415,10 @@ FAMILIES = {
     "gemma": (
         *("Gemma", sizes_of_heads, ATTENTION),
         {"hidden_act": ["gelu", "gelu_pytorch_tanh", "silu"]},
+    ),
+    "gemma4": ("Gemma4", ATTENTION, _GEMMA4, _OF_LAYERS, {"model_type": "gemma4_text"}),
+    "gemma4_unified": (
+        *("Gemma4Unified", ATTENTION, _GEMMA4, {"model_type": "gemma4_unified_text"}),
     ),
     "glm": ("Glm", part_turns, ATTENTION, {"head_dim": 8}),
     "glm4": ("Glm4", part_turns, ATTENTION, {"head_dim": [8, 16, 8]}),

@@ -181,7 +181,7 @@ _GEMMA2 = DecoderFamily(
     logit_cap="final_logit_softcapping",
     embedding_scale=_root_of_width,
 )
-_GEMMA3 = replace(
+GEMMA3 = replace(
     _GEMMA2,
     names=replace(_GEMMA2.names, head_norms=HEAD_NORMS),
     turns="by type",
@@ -335,7 +335,7 @@ _SEED = replace(LLAMA, output_bias="attention_out_bias")
 ERNIE = DecoderFamily(bias="use_bias", mlp_bias="use_bias", is_interleaved=True)
 
 
-def _lfm2_inner(config: Any) -> int:
+def _lfm2_inner(config: Any, layer: int) -> int:
     """Return the width of LFM2's MLP, which its settings may round."""
     inner, step = int(config.intermediate_size), config.block_multiple_of
     if not config.block_auto_adjust_ff_dim:
@@ -418,13 +418,13 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "gemma2": rotary(_GEMMA2, "query_pre_attn_scalar", **_NOT_BOTH_WAYS),
     "gemma3_text": replace(
         rotary(
-            _GEMMA3,
+            GEMMA3,
             *("query_pre_attn_scalar", "attn_logit_softcapping"),
             naming=TEXT_PART,
             attn_logit_softcapping=(None,),
             **_NOT_BOTH_WAYS,
         ),
-        seeing=partial(SeeingDecoder, _GEMMA3),
+        seeing=partial(SeeingDecoder, GEMMA3),
     ),
     "glm": rotary(_GLM),
     "glm4": rotary(_GLM4),

@@ -47,7 +47,7 @@ class NewTokens:
 
     def wanted(self, x: jax.Array) -> jax.Array:
         """Return the part of x [B, T, ...] that results need: the last valid token of each row, or all."""
-        if self.count == 1 or self.every:
+        if x.shape[1] == 1 or self.every:
             return x
         index = jnp.maximum(self.length - 1, 0).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.take_along_axis(x, index, axis=1, mode="clip")

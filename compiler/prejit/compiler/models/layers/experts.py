@@ -29,7 +29,7 @@ from jax import lax
 
 from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import kernel_calls, product_forms
-from prejit.compiler.models.layers.linear import ACTIVATIONS, dot_of_words
+from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm, dot_of_words
 
 FEW_PAIRS = 8
 """Maximum pairs of a token and an expert for which matrices are read where they lie."""
@@ -108,6 +108,22 @@ class Router(nnx.Module):
         if routing.is_normalized:
             shares = shares / (shares.sum(-1, keepdims=True) + routing.added)
         return shares * routing.factor, experts
+
+
+class NormedRouter(Router):
+    """A router that reads the norm of a token; the shares of each expert have a factor."""
+
+    def __init__(self, width: int, experts: int, epsilon: float) -> None:
+        super().__init__(width, experts)
+        self.scale = nnx.Param(jnp.ones(width))
+        self.per_expert_scale = nnx.Param(jnp.ones(experts))
+        self.norm = RMSNorm(width, epsilon, scale=False)
+
+    def __call__(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        """See Router."""
+        read = self.norm(x) * self.scale[...] * x.shape[-1] ** -0.5
+        shares, experts = super().__call__(read, routing)
+        return shares * self.per_expert_scale[...][experts], experts
 
 
 def _mixed_sparsely(scores: jax.Array, margin: float) -> tuple[jax.Array, jax.Array]:

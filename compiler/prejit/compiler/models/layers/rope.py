@@ -114,9 +114,12 @@ def frequencies(
     kind = parameters.get("rope_type")
     require(config, f"{key}.rope_type", kind, ["default", "dynamic", *_SCALED])
     share = parameters.get("partial_rotary_factor")
-    if not partial:
+    is_whole = (
+        kind == "proportional"
+    )  # its share does not turn, but the angles are those of whole heads
+    if not partial and not is_whole:
         require(config, f"{key}.partial_rotary_factor", share, [None, 1.0])
-    turned = int(size * (1.0 if share is None else share))
+    turned = size if is_whole or share is None else int(size * share)
     if turned % 2 or not 0 < turned <= size:
         name = f"head_dim x {key}.partial_rotary_factor" if partial else "head_dim"
         raise unsupported(config, f"{name}: expected an even number, found {turned}")
@@ -234,6 +237,16 @@ def _linear(
     return _rotary(1 / periods / parameters["factor"])
 
 
+def _proportional(
+    periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
+) -> Rotary:
+    """Follow _compute_proportional_rope_parameters: the slowest pairs do not turn."""
+    share = parameters.get("partial_rotary_factor")
+    turned = int((1.0 if share is None else share) * 2 * len(periods) // 2)
+    found = 1 / periods / (parameters.get("factor") or 1.0)
+    return _rotary(np.where(np.arange(len(periods)) < turned, found, 0).astype(np.float32))
+
+
 def _llama3(
     periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
 ) -> Rotary:
@@ -297,4 +310,7 @@ def _longrope(
 
 _POSITIONS = "original_max_position_embeddings"
 _PRETRAINED = ("llama3", "yarn", "longrope")
-_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_SCALED = {
+    **{"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope},
+    "proportional": _proportional,
+}
