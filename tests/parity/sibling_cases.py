@@ -369,6 +369,18 @@ _OF_LAYERS = {
 }
 """Embeddings for each layer, and experts beside an MLP."""
 
+_CHUNKS = "chunked_attention"
+_LLAMA4 = {
+    **{"num_hidden_layers": [4, 3, 3], "intermediate_size_mlp": [13, 24, 9]},
+    **{"attention_chunk_size": [9, 16, None], "no_rope_layers": [[0, 1, 1, 0], None, [1, 0, 1]]},
+    **{"no_rope_layer_interval": [KEPT, 2, KEPT], "interleave_moe_layer_step": [2, 1, 1]},
+    **{"moe_layers": [None, None, [1]], "use_qk_norm": [True, False, True]},
+    "layer_types": [None, [_CHUNKS, _FAR, _CHUNKS], None],
+    **{"attn_temperature_tuning": [True, True, False], "floor_scale": [5, 10, 8]},
+    "attn_scale": [0.5, 0.1, 0.3],
+}
+"""Texts in parts, layers that do not turn, and experts in some layers."""
+
 _THREE_KINDS = {
     **{"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
     **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
@@ -487,6 +499,7 @@ FAMILIES = {
         *("HunYuanMoEV1", ATTENTION, _NTK),
         {"num_experts": [4, 7, 5], "moe_topk": [[2, 2], 6, 1]},
     ),
+    "llama4_text": ("Llama4", sizes_of_heads, ATTENTION, _LOCAL, _LLAMA4),
     "minimax_m2": ("MiniMaxM2", _LOCAL, {"head_dim": [8, 6, 10], "rotary_dim": [4, 6, 8]}),
     "olmo": ("Olmo", ATTENTION, {"rms_norm_eps": REMOVED, "clip_qkv": [0.3, None, 1.0]}),
     "solar_open": (

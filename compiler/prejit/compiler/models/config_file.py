@@ -23,6 +23,7 @@ _TEXT_MODELS = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
+    "llama4": ("llama4_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),

@@ -52,7 +52,7 @@ RAMP = {"rope_theta": 100.0, "beta_fast": 0.9, "beta_slow": 0.2}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LONGEST = "1" + "0" * 5000
 _FULL, _PARTIAL, _NORMS = "full_attention", "partial_rotary_factor", "num_ln_in_parallel_attn"
-_HEADS = "per_layer_config"
+_HEADS, _SLIDING = "per_layer_config", "sliding_attention"
 
 
 def test_the_longest_context_chooses_longropes_factors():
@@ -216,6 +216,13 @@ _UNUSABLE = [
     ("gptj", {"rotary_dim": [4]}, "rotary_dim: expected an integer from 1 to"),
     ("gptj", {"rotary_dim": None}, "rotary_dim: expected a value or no such key, found null"),
     ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta: expected 4 items"),
+    ("llama4_text", {"layer_types": [_SLIDING] * 4}, 'layer_types: expected "full_attention"'),
+    (
+        "llama4_text",
+        {"attention_chunk_size": 0},
+        "attention_chunk_size: expected an integer from 1",
+    ),
+    ("llama4_text", {"sliding_window": 4}, "sliding_window: expected null, found 4"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: expected true, found false"),
     ("opt", {"word_embed_proj_dim": 5}, "word_embed_proj_dim: expected"),
     ("phimoe", {"lm_head_bias": True}, "tie_word_embeddings: expected false, found true"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.families.decoder_family import DecoderFamily, Experts, MixtureSettings
@@ -78,7 +79,13 @@ def mixed(block: Block, sizes: MixtureSettings, x: jax.Array, before: jax.Array)
     shares, chosen = router(rows, sizes.routing)
     rows = block.normed(rows, names.experts_norm)
     rows = part_of(block, names.latent_in)(rows) if block.has_latent else rows
-    y = Mixture(up, down, sizes.gate)(rows, shares, chosen)
+    mix = Mixture(up, down, sizes.gate)
+    if sizes.routing.scales_inputs:
+        pairs = (rows[:, None] * shares[..., None]).reshape(-1, rows.shape[-1])
+        ones = jnp.ones((len(pairs), 1))
+        y = mix(pairs, ones, chosen.reshape(-1, 1)).reshape(*shares.shape, -1).sum(1)
+    else:
+        y = mix(rows, shares, chosen)
     y = (part_of(block, names.latent_out)(y) if block.has_latent else y).reshape(x.shape)
     y = block.normed(y, names.after_experts)
     if not block.has_shared:

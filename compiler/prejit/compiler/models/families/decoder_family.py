@@ -221,6 +221,7 @@ class DecoderFamily:
             layer behind the first such has keys of its own.
         has_values: returns whether a layer has a matrix of values; else they are its keys, before norms.
         norms_values: whether values have a norm without scales.
+        norms_turned: returns whether turned queries and keys of a layer have one.
         unused_positions: rows of the table of positions before the first one.
         norms_heads: what the norms of queries and keys see: each head before it turns, each after it turned,
             all heads as one vector, or each before it turns, with scales of its own.
@@ -228,11 +229,14 @@ class DecoderFamily:
         turns: whether heads turn with the position: each as a whole, a part of each, by the layer's type, or
             by the layer's `layer_rope_theta`, which is 0 where they do not.
         rotary: returns how heads of a size turn; None: `rope_parameters` says it.
+        growth: returns how the queries of layers grow whose heads do not turn; None: they do not.
         turns_layer: returns whether heads of a layer turn; None: those of all layers do.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
         rope_extra: what else the family reads of `rope_parameters`.
         windows: the layers with a `sliding_window`: none, each, or by the layer's type; or what returns the
             window of a layer.
+        chunks: returns the length of the parts of a text whose tokens see none of another part, in a layer;
+            None: it has no parts.
         scale: returns the factor of scores of a layer; None: 1 / sqrt(H).
         score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
@@ -265,15 +269,18 @@ class DecoderFamily:
     key_source: Callable[[Any, int], int | None] = lambda config, layer: None
     has_values: Callable[[Any, int], bool] = lambda config, layer: True
     norms_values: bool = False
+    norms_turned: Callable[[Any, int], bool] = lambda config, layer: False
     unused_positions: int = 0
     norms_heads: Literal["each", "turned", "all", "own"] = "each"
     clip: str = ""
     turns: Literal["", "whole", "part", "by type", "by layer"] = "whole"
     rotary: Callable[[Any, int], rope.Rotary] | None = None
+    growth: Callable[[Any], rope.Rotary | None] = lambda config: None
     turns_layer: Callable[[Any, int], bool] | None = None
     is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
     windows: Literal["", "each", "by type"] | Callable[[Any, int], int | None] = ""
+    chunks: Callable[[Any, int], int | None] = lambda config, layer: None
     scale: Callable[[Any, int], float] | None = None
     score_cap: str = ""
     logit_cap: str = ""
@@ -373,15 +380,21 @@ class DecoderFamily:
             Heads(
                 queries,
                 *sizes[layer],
-                rotary[way] if turned[layer] else None,
+                rotary[way] if turned[layer] else self.growth(config),
                 sizes[layer][1] ** -0.5 if self.scale is None else self.scale(config, layer),
                 window,
                 getattr(config, self.score_cap) if self.score_cap else None,
+                self._chunk(config, layer, context),
             )
             if attends[layer]
             else NO_HEADS
             for layer, (way, window) in enumerate(zip(ways, windows, strict=True))
         ]
+
+    def _chunk(self, config: Any, layer: int, context: int | None) -> int | None:
+        """Return the length of the parts of a text; None if texts of the context have one."""
+        chunk = self.chunks(config, layer)
+        return None if chunk is None or (context is not None and context <= chunk) else chunk
 
     def _rotary(self, config: Any, kind: Any, size: int, context: int | None) -> rope.Rotary | None:
         """Return how the heads of a kind of layers turn; None: they do not."""
@@ -421,6 +434,7 @@ class Heads:
         scale: factor of the scores.
         window: number of tokens that each one sees, itself included; None for all up to its own.
         cap: soft bound of the scores; None for no bound.
+        chunk: length of the parts of a text whose tokens see none of another part; None: it has no parts.
     """
 
     queries: int
@@ -430,6 +444,7 @@ class Heads:
     scale: float
     window: int | None = None
     cap: float | None = None
+    chunk: int | None = None
 
 
 NO_HEADS = Heads(0, 0, 0, None, 1.0)

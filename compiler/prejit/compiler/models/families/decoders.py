@@ -186,6 +186,7 @@ class Block(nnx.Module):
         self.number, self.key_source = layer, family.key_source(config, layer)
         self.norms_values, owned = family.norms_values, 3 if family.has_values(config, layer) else 2
         self.qkv = names.qkv[: 1 if self.key_source is not None else owned]
+        self.norms_turned = family.norms_turned(config, layer)
         self.query_norm = names.head_norms[0] if names.head_norms else ""
         self.norms_heads, self.has_qkv_by_head = family.norms_heads, family.has_qkv_by_head
         self.is_parallel: bool = family.of(config, family.is_parallel)
@@ -267,6 +268,8 @@ class Block(nnx.Module):
         epsilon, has_keys = family.of(config, family.epsilon), self.key_source is None
         for name, size in zip(names.head_norms[: 2 if has_keys else 1], of_heads, strict=False):
             place(self, name, family.norm(size, epsilon))
+        if self.norms_turned:
+            self.turned_norm = RMSNorm(heads.size, epsilon, scale=False)
         if family.norms_values:
             self.values_norm = RMSNorm(heads.size, epsilon, scale=False)
 
@@ -371,6 +374,8 @@ class Block(nnx.Module):
             attend: LatentAttention = part_of(self, names.attention)
             return attend(x, turns[heads.rotary], new, layer, heads.scale, last=last)
         options: dict[str, Any] = {"last": last, "window": heads.window, "cap": heads.cap}
+        if heads.chunk is not None:
+            options["chunk"] = heads.chunk
         projected = [part_of(self, name)(x) for name in self.qkv]
         if self.key_source is not None and kept is not None:
             query = self.normed(projected[0].reshape(*x.shape[:2], -1, heads.size), self.query_norm)
@@ -409,6 +414,8 @@ class Block(nnx.Module):
             query = query if turned.growth is None else query * turned.growth
         if self.norms_heads == "turned":
             query, keys = self._normed_heads(query, keys)
+        if self.norms_turned:
+            query, keys = self.turned_norm(query), self.turned_norm(keys)
         if self.norms_values:
             values = self.values_norm(values)
         if kept is not None:

@@ -2,6 +2,7 @@
 
 Sources:
 
+llama4      Meta 2025, Llama 4 (Scout and Maverick); of a model that also reads images, the text model
 granitemoe_swa    IBM 2026, Granite with windows and sinks
 phimoe      Li et al. 2025, arXiv 2506.18349 (Phi-mini-MoE and Phi-tiny-MoE); Phi-3.5-MoE turns by LongRoPE,
             which transformers scales in a way of its own, and is refused
@@ -13,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import Experts
-from prejit.compiler.models.families.decoder_table import MULTIPLIERS, NAMING, rotary
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Experts
+from prejit.compiler.models.families.decoder_table import MULTIPLIERS, NAMING, TEXT_PART, rotary
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.llama_like_table import with_sinks
 from prejit.compiler.models.families.mixture_table import (
@@ -24,8 +25,9 @@ from prejit.compiler.models.families.mixture_table import (
     without_weight,
 )
 from prejit.compiler.models.layers.experts import Routing
-from prejit.compiler.models.layers.layer_config import require
+from prejit.compiler.models.layers.layer_config import Converted, require, unsupported
 from prejit.compiler.models.layers.linear import LayerNorm
+from prejit.compiler.models.layers.rope import Rotary
 
 _GRANITE_SWA = with_sinks(
     replace(
@@ -38,6 +40,56 @@ _GRANITE_SWA = with_sinks(
         ),
     )
 )
+_LLAMA4 = DecoderFamily(
+    DecoderNames(
+        up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        router="feed_forward.router",
+        experts_up="feed_forward.experts.gate_up_proj",
+        experts_down="feed_forward.experts.down_proj",
+        shared_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+        shared_down="feed_forward.shared_expert.down_proj",
+    ),
+    inner="intermediate_size_mlp",
+    bias="attention_bias",
+    norms_turned=lambda config, layer: bool(config.use_qk_norm and config.no_rope_layers[layer]),
+    growth=lambda config: (
+        Rotary(
+            (),
+            growth=float(config.attn_scale),
+            growth_positions=config.floor_scale,
+            growth_start=1,
+        )
+        if config.attn_temperature_tuning
+        else None
+    ),
+    turns_layer=lambda config, layer: bool(config.no_rope_layers[layer]),
+    is_interleaved=True,
+    chunks=lambda config, layer: (
+        config.attention_chunk_size if config.layer_types[layer] == "chunked_attention" else None
+    ),
+    experts=Experts(
+        shared=lambda config: config.intermediate_size,
+        routing=lambda config: Routing(
+            config.num_experts_per_tok, is_normalized=False, is_sigmoid=True, scales_inputs=True
+        ),
+        layers=lambda config, layer: layer in config.moe_layers,
+    ),
+)
+
+
+def _check_llama4(config: Any) -> None:
+    """Check the kinds of layers."""
+    for kind in config.layer_types:
+        require(config, "layer_types", kind, ["full_attention", "chunked_attention"])
+    if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
+        raise unsupported(
+            config,
+            'attention_chunk_size: expected a number, as layer_types has "chunked_attention", found null',
+        )
+    _LLAMA4.heads(config)
+
+
 _PHIMOE = replace(
     MIXTRAL,
     norm=LayerNorm,
@@ -61,6 +113,27 @@ LATER_MIXTURES: Mapping[str, Family] = {
         _GRANITE_SWA,
         *(*MULTIPLIERS, "shared_intermediate_size", "layer_rope_theta"),
         naming=replace(NAMING, renamed=without_weight(_GRANITE_SWA.names)),
+    ),
+    "llama4_text": rotary(
+        _LLAMA4,
+        *(
+            "intermediate_size",
+            "no_rope_layers",
+            "layer_types",
+            "attention_chunk_size",
+            "moe_layers",
+        ),
+        *("use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale"),
+        naming=replace(
+            TEXT_PART,
+            ignored=(*TEXT_PART.ignored, "vision_model.", "model.vision_model."),
+            converted=tuple(
+                Converted(f".{name}.weight", (f".{name}",), "in out", is_interleaved=False)
+                for name in (_LLAMA4.names.experts_up, _LLAMA4.names.experts_down)
+            ),
+        ),
+        sliding_window=(None,),
+        check=_check_llama4,
     ),
     "phimoe": rotary(
         _PHIMOE,

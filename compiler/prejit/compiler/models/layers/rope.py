@@ -49,8 +49,9 @@ class Rotary:
         frequencies: radians per position, for each of the P pairs.
         scale: factor of the turned vectors; it differs from 1 only for YaRN and LongRoPE.
         is_interleaved: whether component 2i pairs with 2i + 1, rather than i with i + P.
-        growth: queries grow by 1 + growth * log(1 + position // growth_positions).
+        growth: queries grow by 1 + growth * log(1 + (growth_start + position) // growth_positions).
         growth_positions: the context of pretraining, for the growth of queries.
+        growth_start: the number of the first position, for the growth of queries.
     """
 
     frequencies: tuple[float, ...]
@@ -58,6 +59,7 @@ class Rotary:
     is_interleaved: bool = False
     growth: float = 0.0
     growth_positions: int = 1
+    growth_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,8 @@ def turns(rotary: Rotary, positions: jax.Array) -> Turns:
     angles = positions * jnp.asarray(rotary.frequencies, jnp.float32)
     growth = None
     if rotary.growth:
-        periods = (positions // rotary.growth_positions).astype(jnp.float32)
+        counted = positions + rotary.growth_start
+        periods = (counted // rotary.growth_positions).astype(jnp.float32)
         growth = 1 + rotary.growth * jnp.log(1 + periods)
     cos, sin = jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
     return Turns(cos, sin, rotary.is_interleaved, growth)
@@ -209,6 +212,8 @@ def turn(x: jax.Array, turns: Turns) -> jax.Array:
     """
     cos, sin = turns.cos, turns.sin
     pairs = cos.shape[-1]
+    if not pairs:
+        return x
     kept = x[..., 2 * pairs :]
     if turns.is_interleaved:
         first, second = x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
