@@ -534,6 +534,10 @@ FAMILIES = {
     "internlm3": ("InternLM3", sizes_of_heads, _QKV),
     "iquestcoder": ("IQuestCoder", sizes_of_heads, BOTH),
     "jais2": ("Jais2", BOTH, layer_norm, {"hidden_act": ["relu2", "gelu", "relu2"]}),
+    "nanochat": (
+        *("NanoChat", sizes_of_heads, ATTENTION, {"hidden_act": ["relu2", "gelu", "silu"]}),
+        {"final_logit_softcapping": [15.0, None, 3.0], "rms_norm_eps": EPSILONS},
+    ),
     "opt": ("OPT", _OPT),
     "phimoe": (
         *("Phimoe", ATTENTION, _LOCAL),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import jax
@@ -230,6 +230,7 @@ class DecoderFamily:
             by the layer's `layer_rope_theta`, which is 0 where they do not.
         rotary: returns how heads of a size turn; None: `rope_parameters` says it.
         growth: returns how the queries of layers grow whose heads do not turn; None: they do not.
+        turns_back: whether heads turn in the other direction.
         turns_layer: returns whether heads of a layer turn; None: those of all layers do.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
         rope_extra: what else the family reads of `rope_parameters`.
@@ -239,6 +240,7 @@ class DecoderFamily:
             None: it has no parts.
         scale: returns the factor of scores of a layer; None: 1 / sqrt(H).
         score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
+        norms_embeddings: whether the norm of the last block's results is one of embeddings, too.
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
         residual_scale: key of the factor of what attention and the MLP add; empty: there is none.
         experts: what takes the place of the MLP; None: nothing does.
@@ -276,6 +278,7 @@ class DecoderFamily:
     turns: Literal["", "whole", "part", "by type", "by layer"] = "whole"
     rotary: Callable[[Any, int], rope.Rotary] | None = None
     growth: Callable[[Any], rope.Rotary | None] = lambda config: None
+    turns_back: bool = False
     turns_layer: Callable[[Any, int], bool] | None = None
     is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
@@ -284,6 +287,7 @@ class DecoderFamily:
     scale: Callable[[Any, int], float] | None = None
     score_cap: str = ""
     logit_cap: str = ""
+    norms_embeddings: bool = False
     embedding_scale: Callable[[Any], float] | None = None
     logit_scale: Callable[[Any], float] | None = None
     residual_scale: str = ""
@@ -402,7 +406,7 @@ class DecoderFamily:
             return self.rotary(config, size)
         if not self.turns or kind == 0:
             return None
-        return rope.frequencies(
+        found = rope.frequencies(
             config,
             size,
             context=context,
@@ -412,6 +416,8 @@ class DecoderFamily:
             extra=self.rope_extra,
             theta=kind if self.turns == "by layer" else None,
         )
+        back = tuple(-each for each in found.frequencies)
+        return replace(found, frequencies=back) if self.turns_back else found
 
 
 @dataclass(frozen=True)

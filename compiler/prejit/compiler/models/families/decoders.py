@@ -139,6 +139,7 @@ class DecoderStack(nnx.Module):
         scale = family.embedding_scale
         self.scale: float | None = None if scale is None else scale(config)
         self.unused_positions = family.unused_positions
+        self.norms_embeddings = family.norms_embeddings
 
     def __call__(
         self,
@@ -158,6 +159,8 @@ class DecoderStack(nnx.Module):
         if self.names.positions:
             positions = new.positions + self.unused_positions
             x = x + part_of(self, self.names.positions)(positions)
+        if self.norms_embeddings:
+            x = part_of(self, self.names.norm)(x)
         x = split(x, "data")
         own = layer_embeddings.of_tokens(self, tokens, x) if self.layer_embeddings else None
         ways = dict.fromkeys(block.heads.rotary for block in blocks if block.heads.rotary)
