@@ -405,7 +405,13 @@ _SOME_EXPERTS = {"decoder_sparse_step": [1, 2, 1], "mlp_only_layers": [[1], [], 
 _EXPERTS = experts("num_experts", "moe_intermediate_size")
 _QKV = {key: [False, True, False] for key in ("qkv_bias", "bias")}
 
+_AFMOE = {
+    **{"num_hidden_layers": [3, 3, 2], "num_dense_layers": [1, 0, 1], "sliding_window": [9, 3, 20]},
+    **{"global_attn_every_n_layers": [2, 3, 2], "mup_enabled": [True, False, True]},
+    **{"num_shared_experts": [1, 2, 1], "route_scale": [2.5, 1.0, 0.5]},
+}
 FAMILIES = {
+    "afmoe": ("Afmoe", sizes_of_heads, ATTENTION, _EXPERTS, _AFMOE),
     "apertus": ("Apertus", ATTENTION, {"hidden_act": "xielu"}),
     "arcee": ("Arcee", BOTH, {"hidden_act": "relu2"}),
     "cohere2": ("Cohere2", ATTENTION, _WINDOWS, layer_norm, {"logit_scale": [0.5, 0.25, 1.5]}),

@@ -27,6 +27,7 @@ class DecoderNames:
         attention: what latent attention's parts are in.
         qkv: query, keys and values; one name if one matrix holds all.
         head_norms: norms of queries and keys; empty: none.
+        attention_gate: of a gate of attention's results that is a matrix of its own; empty: none.
         after_attention, after_mlp: norms of what is added; empty: none.
         up: gate and up; one name if one matrix holds both, or if the MLP has no gate.
         shared_up, shared_down: of the MLP beside experts; shared_gate: of its share; empty: none.
@@ -49,6 +50,7 @@ class DecoderNames:
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     head_norms: tuple[str, ...] = ()
+    attention_gate: str = ""
     output: str = "self_attn.o_proj"
     after_attention: str = ""
     mlp_norm: str = "post_attention_layernorm"

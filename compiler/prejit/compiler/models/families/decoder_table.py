@@ -127,7 +127,8 @@ def rotary(
     )
 
 
-def _in_sliding_layers(config: Any, layer: int) -> bool:
+def in_sliding_layers(config: Any, layer: int) -> bool:
+    """Return whether a layer has a window, by its type."""
     return bool(config.layer_types[layer] == "sliding_attention")
 
 
@@ -203,7 +204,7 @@ EXAONE4 = DecoderFamily(
     NORMED_AFTER,
     windows="by type",
     turns_layer=lambda config, layer: (
-        config.sliding_window is None or _in_sliding_layers(config, layer)
+        config.sliding_window is None or in_sliding_layers(config, layer)
     ),
 )
 GRANITE = replace(
@@ -305,7 +306,7 @@ _COHERE2 = DecoderFamily(
     epsilon="layer_norm_eps",
     bias="attention_bias",
     is_parallel=True,
-    turns_layer=_in_sliding_layers,
+    turns_layer=in_sliding_layers,
     is_interleaved=True,
     windows="by type",
     logit_scale=lambda config: config.logit_scale,

@@ -261,6 +261,8 @@ class Block(nnx.Module):
         if family.output_bias is not None:
             bias = family.of(config, family.output_bias)
         place(self, names.output, Linear(queries, width, bias=bias))
+        if names.attention_gate:
+            place(self, names.attention_gate, Linear(width, queries, bias=False))
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
         of_heads: list[Any] = [heads.size] * 2
@@ -401,6 +403,8 @@ class Block(nnx.Module):
         if self.gates_attention:
             by_head = projected[0].reshape(*x.shape[:2], heads.queries, -1)
             projected[0], gate = jnp.split(by_head, 2, axis=-1)
+        elif names.attention_gate:
+            gate = part_of(self, names.attention_gate)(x)
         if self.norms_heads == "all":
             projected[:2] = self._normed_heads(*projected[:2])
         if len(projected) == 2:  # values are keys

@@ -3,6 +3,8 @@
 Sources:
 
 llama4      Meta 2025, Llama 4 (Scout and Maverick); of a model that also reads images, the text model
+afmoe       Arcee AI 2025, Trinity
+cohere2_moe Cohere 2026, Command A with experts
 granitemoe_swa    IBM 2026, Granite with windows and sinks
 phimoe      Li et al. 2025, arXiv 2506.18349 (Phi-mini-MoE and Phi-tiny-MoE); Phi-3.5-MoE turns by LongRoPE,
             which transformers scales in a way of its own, and is refused
@@ -15,12 +17,21 @@ from dataclasses import replace
 from typing import Any
 
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Experts
-from prejit.compiler.models.families.decoder_table import MULTIPLIERS, NAMING, TEXT_PART, rotary
+from prejit.compiler.models.families.decoder_table import (
+    HEAD_NORMS,
+    MULTIPLIERS,
+    NAMING,
+    TEXT_PART,
+    in_sliding_layers,
+    rotary,
+)
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.llama_like_table import with_sinks
 from prejit.compiler.models.families.mixture_table import (
     GRANITE_SHARED,
     MIXTRAL,
+    PROJECTIONS,
+    WITH_SHARED,
     stacked_experts,
     without_weight,
 )
@@ -40,6 +51,34 @@ _GRANITE_SWA = with_sinks(
         ),
     )
 )
+_AFMOE = DecoderFamily(
+    replace(
+        WITH_SHARED,
+        head_norms=HEAD_NORMS,
+        attention_gate="self_attn.gate_proj",
+        after_attention="post_attention_layernorm",
+        mlp_norm="pre_mlp_layernorm",
+        router="mlp.router.gate",
+        after_mlp="post_mlp_layernorm",
+    ),
+    bias="attention_bias",
+    turns_layer=in_sliding_layers,
+    windows="by type",
+    embedding_scale=lambda config: config.hidden_size**0.5 if config.mup_enabled else 1.0,
+    experts=Experts(
+        *("num_experts", "moe_intermediate_size"),
+        shared=lambda config: config.moe_intermediate_size * config.num_shared_experts,
+        routing=lambda config: Routing(
+            config.num_experts_per_tok,
+            factor=float(config.route_scale),
+            is_corrected=True,
+            added=1e-20,
+        ),
+        layers=lambda config, layer: layer >= config.num_dense_layers,
+    ),
+)
+_AFMOE_NAMING = stacked_experts(_AFMOE.names, *PROJECTIONS)
+_CORRECTION = (".mlp.expert_bias", ".mlp.router.gate.e_score_correction_bias")
 _LLAMA4 = DecoderFamily(
     DecoderNames(
         up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -109,6 +148,11 @@ def _check_phimoe(config: Any) -> None:
 
 
 LATER_MIXTURES: Mapping[str, Family] = {
+    "afmoe": rotary(
+        _AFMOE,
+        *("num_shared_experts", "route_scale", "num_dense_layers", "mup_enabled"),
+        naming=replace(_AFMOE_NAMING, renamed=(*_AFMOE_NAMING.renamed, _CORRECTION)),
+    ),
     "granitemoe_swa": rotary(
         _GRANITE_SWA,
         *(*MULTIPLIERS, "shared_intermediate_size", "layer_rope_theta"),

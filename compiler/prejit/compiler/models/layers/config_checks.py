@@ -159,6 +159,8 @@ _KEYS: Checks = {
     "attention_chunk_size": _integer(1, _LARGEST, optional=True),
     "intermediate_size_mlp": INNER,
     **dict.fromkeys(("use_qk_norm", "attn_temperature_tuning"), _BOOL),
+    "mup_enabled": _BOOL,
+    "route_scale": _FACTOR,
     "floor_scale": _integer(1, _LARGEST),
     "attn_scale": _number(0, 1e6),
     "moe_layers": _list(_integer(0, MAX_LAYERS)),
