@@ -84,7 +84,8 @@ def _chosen(value, number, random, config):
 
 
 _SEEDS = {
-    **{"gpt_oss-2": 5000, "granitemoehybrid-1": 5000, "granitemoeshared-1": 5000},
+    **{"cohere2_moe-1": 5001, "gpt_oss-2": 5000, "granitemoehybrid-1": 5000},
+    **{"granitemoeshared-1": 5000},
     **{"nemotron-1": 5001, "nemotron-2": 5012, "seed_oss-1": 4001, "vaultgemma-1": 5000},
     **{"qwen3_5-0": 5032, "qwen3_5-1": 5002, "qwen3_5-2": 5004},
     **{"qwen3_5_moe-0": 5079, "qwen3_5_moe-1": 5025, "qwen3_5_moe-2": 5006},
@@ -410,6 +411,18 @@ _AFMOE = {
     **{"global_attn_every_n_layers": [2, 3, 2], "mup_enabled": [True, False, True]},
     **{"num_shared_experts": [1, 2, 1], "route_scale": [2.5, 1.0, 0.5]},
 }
+_COHERE2_MOE = {
+    **{"num_experts": [4, 7, 5], "num_experts_per_tok": [2, 6, 1], "intermediate_size": 8},
+    **{"logit_scale": [0.5, 0.25, 1.5], "rms_norm_eps": [REMOVED, 1e-3, None]},
+    **{"num_shared_experts": [1, 0, 2], "expert_selection_fn": ["sigmoid", "softmax", "sigmoid"]},
+    **{"shared_expert_combination_strategy": ["average", "sum", "sum"], **_NORMED},
+    **{"prefix_dense_intermediate_size": [13, None, None], "sliding_window_pattern": 2},
+    "mlp_layer_types": [KEPT, ["sparse", "dense", "sparse"], ["dense", "sparse", "sparse"]],
+    **{"first_k_dense_replace": [1, KEPT, KEPT]},
+    "prefix_dense_sliding_window_pattern": [1, 1, 2],
+}
+"""Windows as in Cohere 2, and layers without experts."""
+
 FAMILIES = {
     "afmoe": ("Afmoe", sizes_of_heads, ATTENTION, _EXPERTS, _AFMOE),
     "apertus": ("Apertus", ATTENTION, {"hidden_act": "xielu"}),
@@ -498,6 +511,7 @@ FAMILIES = {
         *("Cohere", ATTENTION, layer_norm),
         {"logit_scale": [0.5, 0.25, 1.5], "use_qk_norm": [True, False, True]},
     ),
+    "cohere2_moe": ("Cohere2Moe", sizes_of_heads, ATTENTION, _WINDOWS, layer_norm, _COHERE2_MOE),
     "ernie4_5_moe": ("Ernie4_5_Moe", sizes_of_heads, _EXPERTS_OR_NONE),
     "exaone_moe": ("ExaoneMoe", _WINDOWS, _EXAONE_MOE),
     "flex_olmo": ("FlexOlmo", ATTENTION, experts("num_experts"), _NORMED_ONCE),

@@ -63,7 +63,7 @@ def place_experts(
     options = {"bias": bias, "is_mxfp4": is_mxfp4}
     place(block, names.experts_up, ExpertMatrices(count, width, outputs, **options))
     place(block, names.experts_down, ExpertMatrices(count, inner, width, **options))
-    return MixtureSettings(routing, gate)
+    return MixtureSettings(routing, gate, experts.averages(config))
 
 
 def mixed(block: Block, sizes: MixtureSettings, x: jax.Array, before: jax.Array) -> jax.Array:
@@ -93,4 +93,5 @@ def mixed(block: Block, sizes: MixtureSettings, x: jax.Array, before: jax.Array)
     shared = part_of(block, names.shared_down)(block.widened(x, names.shared_up))
     if names.shared_gate:
         shared = shared * jax.nn.sigmoid(part_of(block, names.shared_gate)(x))
-    return y + block.normed(shared, names.after_shared)
+    y = y + block.normed(shared, names.after_shared)
+    return y / 2 if sizes.averages else y

@@ -103,6 +103,7 @@ class Experts:
         routing: returns how the router chooses, for families that do more than the fields above say.
         layers: returns whether a layer has experts; the others have an MLP.
         is_gated: whether experts have a gate.
+        averages: returns whether the results are the mean of the experts' and those of the MLP beside them.
         norms_router: whether the router is a NormedRouter.
         latent: returns the width of what experts read and give; None: the model's.
     """
@@ -117,6 +118,7 @@ class Experts:
     routing: Callable[[Any], Routing] | None = None
     layers: Callable[[Any, int], bool] = lambda config, layer: True
     is_gated: bool = True
+    averages: Callable[[Any], bool] = lambda config: False
     norms_router: bool = False
     latent: Callable[[Any], int | None] = lambda config: None
 
@@ -424,10 +426,11 @@ class DecoderFamily:
 
 @dataclass(frozen=True)
 class MixtureSettings:
-    """How the router of a layer chooses experts, and their gate."""
+    """How the router of a layer chooses experts, their gate, and `Experts.averages`."""
 
     routing: Routing
     gate: ExpertGate
+    averages: bool
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ _STABLELM = DecoderFamily(
     output_bias=False,
     turns="part",
 )
-_COHERE2 = DecoderFamily(
+COHERE2 = DecoderFamily(
     DecoderNames(mlp_norm=""),
     norm=partial(LayerNorm, bias=False),
     epsilon="layer_norm_eps",
@@ -311,7 +311,7 @@ _COHERE2 = DecoderFamily(
     windows="by type",
     logit_scale=lambda config: config.logit_scale,
 )
-_COHERE = replace(_COHERE2, turns_layer=None, windows="", norms_heads="own")
+_COHERE = replace(COHERE2, turns_layer=None, windows="", norms_heads="own")
 
 
 def normed_if_large(family: DecoderFamily, config: Any, context: int | None) -> TextDecoder:
@@ -411,7 +411,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "cohere": rotary(
         _COHERE, "logit_scale", use_qk_norm=(False, True), build=partial(normed_if_large, _COHERE)
     ),
-    "cohere2": rotary(_COHERE2, "logit_scale"),
+    "cohere2": rotary(COHERE2, "logit_scale"),
     "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
     "ernie4_5": rotary(ERNIE),
     "exaone4": rotary(EXAONE4),

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Experts
 from prejit.compiler.models.families.decoder_table import (
+    COHERE2,
     HEAD_NORMS,
     MULTIPLIERS,
     NAMING,
@@ -25,6 +27,7 @@ from prejit.compiler.models.families.decoder_table import (
     in_sliding_layers,
     rotary,
 )
+from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.llama_like_table import with_sinks
 from prejit.compiler.models.families.mixture_table import (
@@ -35,9 +38,10 @@ from prejit.compiler.models.families.mixture_table import (
     stacked_experts,
     without_weight,
 )
+from prejit.compiler.models.layers.config_checks import check_config, checks_of
 from prejit.compiler.models.layers.experts import Routing
 from prejit.compiler.models.layers.layer_config import Converted, require, unsupported
-from prejit.compiler.models.layers.linear import LayerNorm
+from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
 from prejit.compiler.models.layers.rope import Rotary
 
 _GRANITE_SWA = with_sinks(
@@ -79,6 +83,47 @@ _AFMOE = DecoderFamily(
 )
 _AFMOE_NAMING = stacked_experts(_AFMOE.names, *PROJECTIONS)
 _CORRECTION = (".mlp.expert_bias", ".mlp.router.gate.e_score_correction_bias")
+_COHERE2_MOE = replace(
+    COHERE2,
+    names=replace(WITH_SHARED, mlp_norm=""),
+    inner=lambda config, layer: config.prefix_dense_intermediate_size or config.intermediate_size,
+    turns_layer=lambda config, layer: (
+        in_sliding_layers(config, layer)
+        or (
+            config.mlp_layer_types[layer] == "dense"
+            and config.prefix_dense_sliding_window_pattern == 1
+        )
+    ),
+    experts=Experts(
+        "num_experts",
+        shared=lambda config: config.intermediate_size * config.num_shared_experts,
+        routing=lambda config: Routing(
+            config.num_experts_per_tok,
+            is_normalized=config.expert_selection_fn == "softmax" or config.norm_topk_prob,
+            is_sigmoid=config.expert_selection_fn == "sigmoid",
+        ),
+        layers=lambda config, layer: config.mlp_layer_types[layer] == "sparse",
+        averages=lambda config: config.shared_expert_combination_strategy == "average",
+    ),
+)
+
+
+def _cohere2_moe(config: Any, context: int | None) -> TextDecoder:
+    """Return a decoder with the norms for which config.json has an epsilon."""
+    family = _COHERE2_MOE
+    if config.rms_norm_eps is not None:
+        family = replace(family, norm=RMSNorm, epsilon="rms_norm_eps")
+    return TextDecoder(family, config, context)
+
+
+def _check_cohere2_moe(config: Any) -> None:
+    for kind in config.mlp_layer_types:
+        require(config, "mlp_layer_types", kind, ["dense", "sparse"])
+    if config.rms_norm_eps is not None:
+        check_config(Path(config.name_or_path, "config.json"), config, checks_of("rms_norm_eps"))
+    _COHERE2_MOE.heads(config)
+
+
 _LLAMA4 = DecoderFamily(
     DecoderNames(
         up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -152,6 +197,16 @@ LATER_MIXTURES: Mapping[str, Family] = {
         _AFMOE,
         *("num_shared_experts", "route_scale", "num_dense_layers", "mup_enabled"),
         naming=replace(_AFMOE_NAMING, renamed=(*_AFMOE_NAMING.renamed, _CORRECTION)),
+    ),
+    "cohere2_moe": rotary(
+        _COHERE2_MOE,
+        *("logit_scale", "mlp_layer_types", "norm_topk_prob", "num_shared_experts"),
+        *("prefix_dense_intermediate_size", "prefix_dense_sliding_window_pattern"),
+        naming=stacked_experts(_COHERE2_MOE.names, *PROJECTIONS),
+        build=_cohere2_moe,
+        check=_check_cohere2_moe,
+        expert_selection_fn=("softmax", "sigmoid"),
+        shared_expert_combination_strategy=("average", "sum"),
     ),
     "granitemoe_swa": rotary(
         _GRANITE_SWA,
