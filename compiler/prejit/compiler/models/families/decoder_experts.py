@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,9 @@ from prejit.compiler.models.layers.experts import (
 from prejit.compiler.models.layers.linear import Linear
 from prejit.compiler.models.parameters import part_of, place
 
-if TYPE_CHECKING:
-    from prejit.compiler.models.families.decoders import Block
-
 
 def place_experts(
-    block: Block, family: DecoderFamily, experts: Experts, config: Any
+    block: Any, family: DecoderFamily, experts: Experts, config: Any
 ) -> MixtureSettings:
     """Put the parts of a mixture, and of an MLP beside it, into a block; return how it mixes."""
     names, width = family.names, config.hidden_size
@@ -66,7 +63,7 @@ def place_experts(
     return MixtureSettings(routing, gate, experts.averages(config))
 
 
-def mixed(block: Block, sizes: MixtureSettings, x: jax.Array, before: jax.Array) -> jax.Array:
+def mixed(block: Any, sizes: MixtureSettings, x: jax.Array, before: jax.Array) -> jax.Array:
     """Return the results of each token's experts: [B, T, D] to [B, T, D].
 
     `before` is what x is the norm of. Experts with a norm of their own read it, and so does their router.
