@@ -103,19 +103,24 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path):
         model_registry.describe(config_file.load_config(tmp_path))
 
 
-def test_gemma_4_is_read_as_published(tmp_path):
+@pytest.mark.parametrize("model", ["gemma4-0", "llama4_text-0"])
+def test_the_text_part_of_a_later_model_is_read_as_published(model, tmp_path):
     """The text model under its longer names, beside towers, with keys that no layer reads."""
-    (case,) = [case for case in siblings() if case.name == "gemma4-0"]
+    (case,) = [case for case in siblings() if case.name == model]
     shapes = {
         name.replace("model.", "model.language_model.", 1): shape
         for name, shape in case.tensor_shapes.items()
     }
-    shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
-    unread = ("language_model.layers.4.self_attn.k_proj.weight", "vision_tower.x", "embed_vision.x")
-    both = {"model_type": "gemma4", "text_config": case.config, "tie_word_embeddings": True}
+    kind, unread = "llama4", ["vision_model.x", "multi_modal_projector.x"]
+    if case.config["model_type"] == "gemma4_text":
+        unread = ["language_model.layers.4.self_attn.k_proj.weight", "vision_tower.x"]
+        kind = "gemma4"
+    tied = case.config["tie_word_embeddings"]
+    both = {"model_type": kind, "text_config": case.config, "tie_word_embeddings": tied}
     further = {f"model.{name}": (3, 3) for name in unread}
     replace(case, config=both, shapes=shapes | further).write(tmp_path)
-    assert len(open_checkpoint(tmp_path).names) == len(shapes)
+    names = open_checkpoint(tmp_path).names
+    assert len(names) == len(shapes.keys() - ({"lm_head.weight"} if tied else set()))
 
 
 def test_a_config_that_is_none_is_refused(tmp_path):
