@@ -381,7 +381,9 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.
     if len(shape) >= 2:
         embedding = shape[0] in _VOCABULARIES
         return values * np.float32(0.5 if embedding else min(0.25, 1.5 / max(shape) ** 0.5))
-    return np.asarray(values * np.float32(0.2) + np.float32(name.endswith("weight")))
+    return np.asarray(
+        values * np.float32(0.2) + np.float32(name.endswith(("weight", "layer_scalar")))
+    )
 
 
 def pick(random: np.random.Generator, options: list[Any]) -> Any:

@@ -380,7 +380,8 @@ def _named(
         else:
             problems += not_float(name, tensor)
         found[ours] = TensorSource(name, tensor, transposed)
-    for ours, other in whole.items():
+    for name, other in whole.items():
+        ours = _our_name(name, naming)
         if ours in found or ours in pieces:
             problems.append(f"both {other.published} and another form of it are given")
         found[ours] = other

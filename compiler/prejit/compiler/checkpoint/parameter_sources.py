@@ -249,7 +249,10 @@ def not_float(name: str, tensor: Tensor) -> list[str]:
 def converted(
     published: Mapping[str, Tensor], naming: Naming
 ) -> tuple[dict[str, ConvertedSource], set[str], list[str]]:
-    """Return parameters that a checkpoint holds in another form, the tensors that they take, and problems."""
+    """Return parameters that a checkpoint holds in another form, the tensors that they take, and problems.
+
+    The parameters have names as published, but for their ends.
+    """
     found: dict[str, ConvertedSource] = {}
     taken: set[str] = set()
     problems: list[str] = []
@@ -268,10 +271,9 @@ def converted(
                 problems += wrong
                 continue
             name = block + rule.name
-            ours = name if name.startswith(naming.prefix) else naming.prefix + name
-            if ours in found:
-                problems.append(f"both {found[ours].published} and {first} are given")
-            found[ours] = ConvertedSource(first, tensors, rule)
+            if name in found:
+                problems.append(f"both {found[name].published} and {first} are given")
+            found[name] = ConvertedSource(first, tensors, rule)
     return found, taken, problems
 
 

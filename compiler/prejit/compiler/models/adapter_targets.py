@@ -67,7 +67,8 @@ def _matrices(module: Any) -> Iterator[tuple[str, str, Linear]]:
         names = block.names
         inner = (*names.shared_up, names.shared_down) if block.has_shared else ()
         read = () if block.is_latent else names.qkv  # latent attention has other products
-        for name in (*read, names.output, *names.up, names.down, *inner):
+        own = (names.attention_gate, names.output)
+        for name in dict.fromkeys((*read, *own, *names.up, names.down, *inner)):
             if isinstance(part := parts.get(f"{at}.{name}"), Linear):
                 yield f"{at}.{name}", name, part
 

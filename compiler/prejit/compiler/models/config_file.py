@@ -21,6 +21,9 @@ from prejit.runtime.errors import CheckpointError
 
 _TEXT_MODELS = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
+    "llama4": ("llama4_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
@@ -205,7 +208,7 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
         if text is not content:
             # The only key that transformers reads beside text_config. Its default differs by family; a
             # checkpoint that does not fit it is refused.
-            tied = text.get("tie_word_embeddings", content["model_type"] == "gemma3")
+            tied = text.get("tie_word_embeddings", content["model_type"].startswith("gemma"))
             config.tie_word_embeddings = content.get("tie_word_embeddings", tied)
         if family == "t5":
             # transformers always says true, and 5.0.0 scales the head of every T5. In files that it wrote
@@ -213,12 +216,25 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
             tied = text.get("tie_word_embeddings") is not False
             config.tie_word_embeddings = text.get("scale_decoder_outputs", tied)
         config.name_or_path = str(file.parent)
+        config = with_layer_heads(config)
     except Exception as error:  # KeyError, ValueError, huggingface_hub's own and others
         reason = error.args[0] if error.args else type(error).__name__
         where = str(file)
         if (key := _refused_null(CONFIG_MAPPING[family], read, error)) is not None:
             where = f"{file}: {prefix}{key}: expected a value or no such key, found null"
         raise CheckpointError(f"{where}: transformers refuses it: {reason}") from error
+    return config
+
+
+def with_layer_heads(config: Any) -> Any:
+    """Return a configuration with `layer_heads`: the heads of keys of each layer, and the size of its heads.
+
+    transformers raises an error when one reads a value that some layers have in place of the one of all.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        layers = config.per_layer_config
+        config.layer_heads = [(each.num_key_value_heads, each.head_dim) for each in layers]
+        config.per_layer_config = None
     return config
 
 

@@ -28,6 +28,14 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 20.0,
 }
+GEMMA4 = {
+    **{**LLAMA, "model_type": "gemma4_text", "sliding_window": 4, "num_hidden_layers": 4},
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    **{"global_head_dim": 8, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 5, "enable_moe_block": True},
+    **{"vocab_size_per_layer_input": 29, "pad_token_id": 0, "num_experts": 5, "top_k_experts": 2},
+    "moe_intermediate_size": 7,
+}
 PHI3 = {**LLAMA, "model_type": "phi3", "hidden_size": 24, "sliding_window": 9, "pad_token_id": 0}
 QWEN3_MOE = {
     **{**LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 7, "num_experts": 5},
@@ -64,14 +72,16 @@ WHISPER = {
 }
 CONFIGS = {
     str(each["model_type"]): each
-    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, LFM2, QWEN3_5, BERT, T5, WHISPER)
+    for each in (
+        *(GPT2, LLAMA, MISTRAL, GEMMA3, GEMMA4, PHI3, QWEN3_MOE, LFM2, QWEN3_5, BERT, T5, WHISPER),
+    )
 }
 
 
 def config(values):
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**values)
+    return config_file.with_layer_heads(AutoConfig.for_model(**values))
 
 
 def made(directory, family, dtype="float32", *, out_in=False, **change):

@@ -32,7 +32,7 @@ from .small_models import (
     sources,
 )
 
-DECODERS = ("gpt2", "gemma3_text", "phi3", "qwen3_moe", "lfm2", "qwen3_5_text")
+DECODERS = ("gpt2", "gemma3_text", "gemma4_text", "phi3", "qwen3_moe", "lfm2", "qwen3_5_text")
 
 
 @pytest.mark.thorough

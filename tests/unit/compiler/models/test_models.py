@@ -52,6 +52,7 @@ RAMP = {"rope_theta": 100.0, "beta_fast": 0.9, "beta_slow": 0.2}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LONGEST = "1" + "0" * 5000
 _FULL, _PARTIAL, _NORMS = "full_attention", "partial_rotary_factor", "num_ln_in_parallel_attn"
+_HEADS, _SLIDING = "per_layer_config", "sliding_attention"
 
 
 def test_the_longest_context_chooses_longropes_factors():
@@ -102,6 +103,26 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path):
         model_registry.describe(config_file.load_config(tmp_path))
 
 
+@pytest.mark.parametrize("model", ["gemma4-0", "llama4_text-0"])
+def test_the_text_part_of_a_later_model_is_read_as_published(model, tmp_path):
+    """The text model under its longer names, beside towers, with keys that no layer reads."""
+    (case,) = [case for case in siblings() if case.name == model]
+    shapes = {
+        name.replace("model.", "model.language_model.", 1): shape
+        for name, shape in case.tensor_shapes.items()
+    }
+    kind, unread = "llama4", ["vision_model.x", "multi_modal_projector.x"]
+    if case.config["model_type"] == "gemma4_text":
+        unread = ["language_model.layers.4.self_attn.k_proj.weight", "vision_tower.x"]
+        kind = "gemma4"
+    tied = case.config["tie_word_embeddings"]
+    both = {"model_type": kind, "text_config": case.config, "tie_word_embeddings": tied}
+    further = {f"model.{name}": (3, 3) for name in unread}
+    replace(case, config=both, shapes=shapes | further).write(tmp_path)
+    names = open_checkpoint(tmp_path).names
+    assert len(names) == len(shapes.keys() - ({"lm_head.weight"} if tied else set()))
+
+
 def test_a_config_that_is_none_is_refused(tmp_path):
     rope = '{"rope_type": "llama3", "factor": 2.0}'
     file = tmp_path / "config.json"
@@ -137,6 +158,22 @@ _UNUSABLE = [
     ("gemma3_text", {"sliding_window": None}, "sliding_window: expected a number, as layer_types"),
     ("gemma3_text", {"layer_types": [_FULL, "chunked_attention"]}, 'found "chunked_attention"'),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
+    ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: expected layers of each"),
+    ("gemma4_text", {"num_experts": None}, "num_experts: expected a number for experts, found"),
+    ("gemma4_text", {"use_double_wide_mlp": True}, "use_double_wide_mlp: expected false, found"),
+    (
+        "gemma4_text",
+        {"vocab_size_per_layer_input": 28},
+        "_per_layer_input: expected at least vocab",
+    ),
+    (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention: expected",
+    ),
+    ("gemma4_text", {_HEADS: {"0": {"head_dim": 8}}}, "per_layer_config: expected one head_dim of"),
+    ("gemma4_text", {_HEADS: {"0": {"skip": []}}}, "per_layer_config.0.skip: expected no such key"),
+    ("gemma4_text", {_HEADS: {"0": {"head_dim": 0}}}, "per_layer_config.0.head_dim: expected an"),
     ("phi3", {"partial_rotary_factor": 0.5}, "expected an even number, found 3"),
     ("llama", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}}, "expected 3 factors, one for"),
     ("llama", {"rope_scaling": {**YARN, _PARTIAL: 0.5}}, f"{_PARTIAL}: expected null or 1.0, f"),
@@ -184,6 +221,13 @@ _UNUSABLE = [
     ("gptj", {"rotary_dim": [4]}, "rotary_dim: expected an integer from 1 to"),
     ("gptj", {"rotary_dim": None}, "rotary_dim: expected a value or no such key, found null"),
     ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta: expected 4 items"),
+    ("llama4_text", {"layer_types": [_SLIDING] * 4}, 'layer_types: expected "full_attention"'),
+    (
+        "llama4_text",
+        {"attention_chunk_size": 0},
+        "attention_chunk_size: expected an integer from 1",
+    ),
+    ("llama4_text", {"sliding_window": 4}, "sliding_window: expected null, found 4"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: expected true, found false"),
     ("opt", {"word_embed_proj_dim": 5}, "word_embed_proj_dim: expected"),
     ("phimoe", {"lm_head_bias": True}, "tie_word_embeddings: expected false, found true"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import jax
@@ -27,9 +27,13 @@ class DecoderNames:
         attention: what latent attention's parts are in.
         qkv: query, keys and values; one name if one matrix holds all.
         head_norms: norms of queries and keys; empty: none.
+        attention_gate: of a gate of attention's results that is a matrix of its own; empty: none.
         after_attention, after_mlp: norms of what is added; empty: none.
         up: gate and up; one name if one matrix holds both, or if the MLP has no gate.
         shared_up, shared_down: of the MLP beside experts; shared_gate: of its share; empty: none.
+        experts_norm: of the norm of what experts read, where `mlp_norm` is of the MLP beside them, and their
+            router reads x itself; after_experts, after_shared: norms of what both give; empty: none.
+        block_scale: of the factor of a block's results; empty: none.
         sinks: scores of each query head for no position at all; empty: none.
         router, experts_up, experts_down: of a mixture of experts; one matrix holds gate and up of an expert.
         latent_in, latent_out: of the products around experts that work on a shorter vector.
@@ -46,6 +50,7 @@ class DecoderNames:
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     head_norms: tuple[str, ...] = ()
+    attention_gate: str = ""
     output: str = "self_attn.o_proj"
     after_attention: str = ""
     mlp_norm: str = "post_attention_layernorm"
@@ -64,6 +69,10 @@ class DecoderNames:
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
     shared_gate: str = ""
+    experts_norm: str = ""
+    after_experts: str = ""
+    after_shared: str = ""
+    block_scale: str = ""
 
     @property
     def split(self) -> Split:
@@ -94,6 +103,8 @@ class Experts:
         routing: returns how the router chooses, for families that do more than the fields above say.
         layers: returns whether a layer has experts; the others have an MLP.
         is_gated: whether experts have a gate.
+        averages: returns whether the results are the mean of the experts' and those of the MLP beside them.
+        norms_router: whether the router is a NormedRouter.
         latent: returns the width of what experts read and give; None: the model's.
     """
 
@@ -107,6 +118,8 @@ class Experts:
     routing: Callable[[Any], Routing] | None = None
     layers: Callable[[Any, int], bool] = lambda config, layer: True
     is_gated: bool = True
+    averages: Callable[[Any], bool] = lambda config: False
+    norms_router: bool = False
     latent: Callable[[Any], int | None] = lambda config: None
 
     def of_token(self, config: Any) -> int:
@@ -195,8 +208,8 @@ class DecoderFamily:
         norm: makes a norm from its width and epsilon.
         epsilon: key of the epsilon of norms, or itself.
         activation: key of the MLP's activation; empty: silu.
-        inner: key of the width inside the MLP, or what returns it; where it is null, the width is four times
-            the model's.
+        inner: key of the width inside the MLP, or what returns it for a layer; where it is null, the width
+            is four times the model's.
         is_gated: whether the MLP has a gate.
         bias, output_bias, mlp_bias: of query, keys and values, of attention's output (None: as `bias`), and
             of the MLP.
@@ -206,6 +219,13 @@ class DecoderFamily:
         has_qkv_by_head: whether one matrix holds the queries that share the first head of keys, that head and
             its values, then those of the next.
         key_heads: returns the number of heads of keys and values; None: `num_key_value_heads` says it.
+        layer_heads: returns the number of those heads in a layer, and the size of all its heads; None: layers
+            are alike.
+        key_source: returns the earlier layer whose keys and values a layer reads; None: those of its own. No
+            layer behind the first such has keys of its own.
+        has_values: returns whether a layer has a matrix of values; else they are its keys, before norms.
+        norms_values: whether values have a norm without scales.
+        norms_turned: returns whether turned queries and keys of a layer have one.
         unused_positions: rows of the table of positions before the first one.
         norms_heads: what the norms of queries and keys see: each head before it turns, each after it turned,
             all heads as one vector, or each before it turns, with scales of its own.
@@ -213,13 +233,18 @@ class DecoderFamily:
         turns: whether heads turn with the position: each as a whole, a part of each, by the layer's type, or
             by the layer's `layer_rope_theta`, which is 0 where they do not.
         rotary: returns how heads of a size turn; None: `rope_parameters` says it.
+        growth: returns how the queries of layers grow whose heads do not turn; None: they do not.
+        turns_back: whether heads turn in the other direction.
         turns_layer: returns whether heads of a layer turn; None: those of all layers do.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
         rope_extra: what else the family reads of `rope_parameters`.
         windows: the layers with a `sliding_window`: none, each, or by the layer's type; or what returns the
             window of a layer.
+        chunks: returns the length of the parts of a text whose tokens see none of another part, in a layer;
+            None: it has no parts.
         scale: returns the factor of scores of a layer; None: 1 / sqrt(H).
         score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
+        norms_embeddings: whether the norm of the last block's results is one of embeddings, too.
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
         residual_scale: key of the factor of what attention and the MLP add; empty: there is none.
         experts: what takes the place of the MLP; None: nothing does.
@@ -229,13 +254,15 @@ class DecoderFamily:
         factors: returns other factors of what the parts of a block read and add; None: there are none.
         is_latent: whether attention is that of latent_attention.py.
         gates_attention: whether each head of queries has a gate of its results, beside it in one matrix.
+        layer_embeddings: returns the width of what each layer adds of a token's embedding for this layer
+            (layer_embeddings.py), 0 for none; None: there are none.
     """
 
     names: DecoderNames = DecoderNames()
     norm: Callable[[Any, float], nnx.Module] = RMSNorm
     epsilon: str | float = "rms_norm_eps"
     activation: str = "hidden_act"
-    inner: str | Callable[[Any], int] = "intermediate_size"
+    inner: str | Callable[[Any, int], int] = "intermediate_size"
     is_gated: bool = True
     bias: bool | str = False
     output_bias: bool | str | None = None
@@ -244,18 +271,27 @@ class DecoderFamily:
     is_parallel: bool | str = False
     has_qkv_by_head: bool = False
     key_heads: Callable[[Any], int] | None = None
+    layer_heads: Callable[[Any, int], tuple[int, int]] | None = None
+    key_source: Callable[[Any, int], int | None] = lambda config, layer: None
+    has_values: Callable[[Any, int], bool] = lambda config, layer: True
+    norms_values: bool = False
+    norms_turned: Callable[[Any, int], bool] = lambda config, layer: False
     unused_positions: int = 0
     norms_heads: Literal["each", "turned", "all", "own"] = "each"
     clip: str = ""
     turns: Literal["", "whole", "part", "by type", "by layer"] = "whole"
     rotary: Callable[[Any, int], rope.Rotary] | None = None
+    growth: Callable[[Any], rope.Rotary | None] = lambda config: None
+    turns_back: bool = False
     turns_layer: Callable[[Any, int], bool] | None = None
     is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
     windows: Literal["", "each", "by type"] | Callable[[Any, int], int | None] = ""
+    chunks: Callable[[Any, int], int | None] = lambda config, layer: None
     scale: Callable[[Any, int], float] | None = None
     score_cap: str = ""
     logit_cap: str = ""
+    norms_embeddings: bool = False
     embedding_scale: Callable[[Any], float] | None = None
     logit_scale: Callable[[Any], float] | None = None
     residual_scale: str = ""
@@ -266,6 +302,7 @@ class DecoderFamily:
     factors: Callable[[Any], Factors] | None = None
     is_latent: bool = False
     gates_attention: bool = False
+    layer_embeddings: Callable[[Any], int] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -273,16 +310,23 @@ class DecoderFamily:
         fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
         fields += [self.head_bias, self.is_interleaved, self.clip]
         fields += [] if self.states is None else [self.states.bias]
-        found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
+        found: list[Any] = [
+            self.epsilon,
+            self.activation,
+            self.inner,
+            self.score_cap,
+            self.logit_cap,
+            *fields,
+        ]
         if (mixture := self.experts) is not None:
             found += [key for key, _ in mixture.swiglu]
             found += [mixture.count, mixture.inner, mixture.chosen, mixture.is_normalized]
         return tuple(key for key in found if isinstance(key, str) and key)
 
-    def inner_width(self, config: Any) -> int:
-        """Return the width inside the MLP."""
+    def inner_width(self, config: Any, layer: int) -> int:
+        """Return the width inside the MLP of a layer."""
         inner = self.inner
-        found = getattr(config, inner) if isinstance(inner, str) else inner(config)
+        found = getattr(config, inner) if isinstance(inner, str) else inner(config, layer)
         return int(found or 4 * config.hidden_size)
 
     def of(self, config: Any, value: bool | float | str) -> Any:
@@ -330,34 +374,43 @@ class DecoderFamily:
         kinds: list[Any] = [None] * count
         if self.turns in _KINDS_OF_LAYERS:
             kinds = getattr(config, _KINDS_OF_LAYERS[self.turns])[:count]
-        rotary = {kind: self._rotary(config, size, context, kind) for kind in dict.fromkeys(kinds)}
         turned = [self.turns_layer is None or self.turns_layer(config, n) for n in range(count)]
         keys = getattr(config, "num_key_value_heads", None) or queries
         keys = keys if self.key_heads is None else self.key_heads(config)
+        sizes = [(keys, size)] * count
+        if self.layer_heads is not None:
+            sizes = [self.layer_heads(config, layer) for layer in range(count)]
+        ways = [(kind, size) for kind, (_, size) in zip(kinds, sizes, strict=True)]
+        rotary = {way: self._rotary(config, *way, context) for way in dict.fromkeys(ways)}
         if self.is_latent:  # all heads attend to the same latents
-            keys, size = 1, config.kv_lora_rank + size
+            sizes = [(1, config.kv_lora_rank + size)] * count
         return [
             Heads(
                 queries,
-                keys,
-                size,
-                rotary[kind] if turned[layer] else None,
-                size**-0.5 if self.scale is None else self.scale(config, layer),
+                *sizes[layer],
+                rotary[way] if turned[layer] else self.growth(config),
+                sizes[layer][1] ** -0.5 if self.scale is None else self.scale(config, layer),
                 window,
                 getattr(config, self.score_cap) if self.score_cap else None,
+                self._chunk(config, layer, context),
             )
             if attends[layer]
             else NO_HEADS
-            for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True))
+            for layer, (way, window) in enumerate(zip(ways, windows, strict=True))
         ]
 
-    def _rotary(self, config: Any, size: int, context: int | None, kind: Any) -> rope.Rotary | None:
+    def _chunk(self, config: Any, layer: int, context: int | None) -> int | None:
+        """Return the length of the parts of a text; None if texts of the context have one."""
+        chunk = self.chunks(config, layer)
+        return None if chunk is None or (context is not None and context <= chunk) else chunk
+
+    def _rotary(self, config: Any, kind: Any, size: int, context: int | None) -> rope.Rotary | None:
         """Return how the heads of a kind of layers turn; None: they do not."""
         if self.rotary is not None:
             return self.rotary(config, size)
         if not self.turns or kind == 0:
             return None
-        return rope.frequencies(
+        found = rope.frequencies(
             config,
             size,
             context=context,
@@ -367,14 +420,17 @@ class DecoderFamily:
             extra=self.rope_extra,
             theta=kind if self.turns == "by layer" else None,
         )
+        back = tuple(-each for each in found.frequencies)
+        return replace(found, frequencies=back) if self.turns_back else found
 
 
 @dataclass(frozen=True)
 class MixtureSettings:
-    """How the router of a layer chooses experts, and their gate."""
+    """How the router of a layer chooses experts, their gate, and `Experts.averages`."""
 
     routing: Routing
     gate: ExpertGate
+    averages: bool
 
 
 @dataclass(frozen=True)
@@ -389,6 +445,7 @@ class Heads:
         scale: factor of the scores.
         window: number of tokens that each one sees, itself included; None for all up to its own.
         cap: soft bound of the scores; None for no bound.
+        chunk: length of the parts of a text whose tokens see none of another part; None: it has no parts.
     """
 
     queries: int
@@ -398,6 +455,7 @@ class Heads:
     scale: float
     window: int | None = None
     cap: float | None = None
+    chunk: int | None = None
 
 
 NO_HEADS = Heads(0, 0, 0, None, 1.0)

@@ -127,7 +127,8 @@ def rotary(
     )
 
 
-def _in_sliding_layers(config: Any, layer: int) -> bool:
+def in_sliding_layers(config: Any, layer: int) -> bool:
+    """Return whether a layer has a window, by its type."""
     return bool(config.layer_types[layer] == "sliding_attention")
 
 
@@ -181,7 +182,7 @@ _GEMMA2 = DecoderFamily(
     logit_cap="final_logit_softcapping",
     embedding_scale=_root_of_width,
 )
-_GEMMA3 = replace(
+GEMMA3 = replace(
     _GEMMA2,
     names=replace(_GEMMA2.names, head_norms=HEAD_NORMS),
     turns="by type",
@@ -203,7 +204,7 @@ EXAONE4 = DecoderFamily(
     NORMED_AFTER,
     windows="by type",
     turns_layer=lambda config, layer: (
-        config.sliding_window is None or _in_sliding_layers(config, layer)
+        config.sliding_window is None or in_sliding_layers(config, layer)
     ),
 )
 GRANITE = replace(
@@ -299,18 +300,18 @@ _STABLELM = DecoderFamily(
     output_bias=False,
     turns="part",
 )
-_COHERE2 = DecoderFamily(
+COHERE2 = DecoderFamily(
     DecoderNames(mlp_norm=""),
     norm=partial(LayerNorm, bias=False),
     epsilon="layer_norm_eps",
     bias="attention_bias",
     is_parallel=True,
-    turns_layer=_in_sliding_layers,
+    turns_layer=in_sliding_layers,
     is_interleaved=True,
     windows="by type",
     logit_scale=lambda config: config.logit_scale,
 )
-_COHERE = replace(_COHERE2, turns_layer=None, windows="", norms_heads="own")
+_COHERE = replace(COHERE2, turns_layer=None, windows="", norms_heads="own")
 
 
 def normed_if_large(family: DecoderFamily, config: Any, context: int | None) -> TextDecoder:
@@ -335,7 +336,7 @@ _SEED = replace(LLAMA, output_bias="attention_out_bias")
 ERNIE = DecoderFamily(bias="use_bias", mlp_bias="use_bias", is_interleaved=True)
 
 
-def _lfm2_inner(config: Any) -> int:
+def _lfm2_inner(config: Any, layer: int) -> int:
     """Return the width of LFM2's MLP, which its settings may round."""
     inner, step = int(config.intermediate_size), config.block_multiple_of
     if not config.block_auto_adjust_ff_dim:
@@ -410,7 +411,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "cohere": rotary(
         _COHERE, "logit_scale", use_qk_norm=(False, True), build=partial(normed_if_large, _COHERE)
     ),
-    "cohere2": rotary(_COHERE2, "logit_scale"),
+    "cohere2": rotary(COHERE2, "logit_scale"),
     "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
     "ernie4_5": rotary(ERNIE),
     "exaone4": rotary(EXAONE4),
@@ -418,13 +419,13 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "gemma2": rotary(_GEMMA2, "query_pre_attn_scalar", **_NOT_BOTH_WAYS),
     "gemma3_text": replace(
         rotary(
-            _GEMMA3,
+            GEMMA3,
             *("query_pre_attn_scalar", "attn_logit_softcapping"),
             naming=TEXT_PART,
             attn_logit_softcapping=(None,),
             **_NOT_BOTH_WAYS,
         ),
-        seeing=partial(SeeingDecoder, _GEMMA3),
+        seeing=partial(SeeingDecoder, GEMMA3),
     ),
     "glm": rotary(_GLM),
     "glm4": rotary(_GLM4),

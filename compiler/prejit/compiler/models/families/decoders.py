@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from prejit.compiler.models.families import decoder_experts, layer_embeddings
 from prejit.compiler.models.families.decoder_family import (
     NO_HEADS,
     DecoderFamily,
-    Experts,
     Heads,
     MixtureSettings,
     StateLayer,
@@ -29,13 +29,6 @@ from prejit.compiler.models.families.decoder_family import (
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import product_forms, rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.experts import (
-    ExpertGate,
-    ExpertMatrices,
-    Mixture,
-    Router,
-    Routing,
-)
 from prejit.compiler.models.layers.layer_config import (
     KVCache,
     LayerCache,
@@ -46,10 +39,14 @@ from prejit.compiler.models.layers.linear import (
     XIELU,
     Embedding,
     Linear,
+    RMSNorm,
     gated,
     split,
 )
 from prejit.compiler.models.parameters import part_of, place
+
+KeysValues = tuple[jax.Array, jax.Array]
+"""Keys and values of new tokens, each float32 [B, T, K, H]."""
 
 Turns = Mapping[rope.Rotary, rope.Turns]
 """Angles for each way in which layers of the model turn their heads."""
@@ -75,7 +72,8 @@ class TextDecoder(nnx.Module):
     def __init__(self, family: DecoderFamily, config: Any, context: int | None) -> None:
         """Build a decoder for contexts up to `context`; None: as long as the model was made for."""
         self.names = family.names
-        if family.experts is None and family.states is None:  # others are not split over devices
+        others = (family.experts, family.states, family.layer_heads)
+        if not any(others):  # those that have one are not split over devices
             self.mesh_split = family.names.split
         self.keeps_latents = family.is_latent
         self.vocab_size: int = config.vocab_size
@@ -132,10 +130,16 @@ class DecoderStack(nnx.Module):
         each = enumerate(family.heads(config, context))
         blocks = [Block(family, config, heads, layer) for layer, heads in each]
         place(self, names.layers, nnx.List(blocks))
+        self.layer_embeddings = layer_embeddings.place_tables(self, family, config)
+        # Layers behind it read keys that are there: they compute what results need, as the last one does.
+        self.last_of_all_tokens = max(
+            n for n, block in enumerate(blocks) if block.key_source is None
+        )
         place(self, names.norm, family.norm(width, family.of(config, family.epsilon)))
         scale = family.embedding_scale
         self.scale: float | None = None if scale is None else scale(config)
         self.unused_positions = family.unused_positions
+        self.norms_embeddings = family.norms_embeddings
 
     def __call__(
         self,
@@ -155,13 +159,24 @@ class DecoderStack(nnx.Module):
         if self.names.positions:
             positions = new.positions + self.unused_positions
             x = x + part_of(self, self.names.positions)(positions)
+        if self.norms_embeddings:
+            x = part_of(self, self.names.norm)(x)
         x = split(x, "data")
+        own = layer_embeddings.of_tokens(self, tokens, x) if self.layer_embeddings else None
         ways = dict.fromkeys(block.heads.rotary for block in blocks if block.heads.rotary)
         turns = {rotary: rope.turns(rotary, new.positions) for rotary in ways}
-        layers: list[LayerCache] = []
-        for block, layer in zip(blocks, cache, strict=True):
-            x, layer = block(x, turns, new, layer, last=len(layers) == len(cache) - 1)
-            layers.append(layer)
+        layers, kept = [*cache], dict[int, KeysValues]()
+        for number, block in enumerate(blocks):
+            last, at = number >= self.last_of_all_tokens, number
+            if block.key_source is not None:
+                at = block.key_source
+                turns = {rotary: rope.turns(rotary, new.wanted(new.positions)) for rotary in ways}
+            x, layers[at] = block(x, turns, new, layers[at], kept, last=last)
+            if own is not None:
+                each = own[:, :, number]
+                x = layer_embeddings.added(block, x, new.wanted(each) if last else each)
+            if self.names.block_scale:
+                x = x * part_of(block, self.names.block_scale)[...]
         return part_of(self, self.names.norm)(x), tuple(layers)
 
 
@@ -171,6 +186,11 @@ class Block(nnx.Module):
     def __init__(self, family: DecoderFamily, config: Any, heads: Heads, layer: int) -> None:
         names, width = family.names, config.hidden_size
         self.names, self.heads, self.is_gated = names, heads, family.is_gated
+        self.number, self.key_source = layer, family.key_source(config, layer)
+        self.norms_values, owned = family.norms_values, 3 if family.has_values(config, layer) else 2
+        self.qkv = names.qkv[: 1 if self.key_source is not None else owned]
+        self.norms_turned = family.norms_turned(config, layer)
+        self.query_norm = names.head_norms[0] if names.head_norms else ""
         self.norms_heads, self.has_qkv_by_head = family.norms_heads, family.has_qkv_by_head
         self.is_parallel: bool = family.of(config, family.is_parallel)
         self.factors = family.block_factors(config)
@@ -178,6 +198,7 @@ class Block(nnx.Module):
         self.has_xielu = self.activation == "xielu"
         self.clip: float | None = getattr(config, family.clip) if family.clip else None
         self.is_latent, self.gates_attention = family.is_latent, family.gates_attention
+        self.layer_embeddings = layer_embeddings.width_of(family, config)
         self.feeds = family.feeds(config, layer)
         self.has_state = family.has_state(config, layer)
         if self.has_state and family.states is not None:
@@ -188,7 +209,11 @@ class Block(nnx.Module):
         if self.attends:
             self._place_attention(family, config)
         self.mixture: MixtureSettings | None = None
-        self.has_shared = False
+        self.has_shared = self.has_latent = False
+        if self.layer_embeddings:
+            layer_embeddings.place_products(self, family, config)
+        if names.block_scale:
+            place(self, names.block_scale, nnx.Param(jnp.ones(1)))
         self.mixes = self.has_state or self.attends
         norms = [names.attention_norm, names.after_attention] if self.mixes else []
         if self.feeds:
@@ -204,6 +229,8 @@ class Block(nnx.Module):
         if not self.attends:
             return state
         heads = self.heads
+        if self.key_source is not None:
+            return ()
         return (*state, *empty_layer(rows, heads.keys, positions, heads.size, dtype))
 
     @property
@@ -212,12 +239,12 @@ class Block(nnx.Module):
 
     def _place_feed(self, family: DecoderFamily, config: Any, layer: int) -> None:
         if family.experts is not None and family.experts.layers(config, layer):
-            self._place_experts(family, family.experts, config)
+            self.mixture = decoder_experts.place_experts(self, family, family.experts, config)
             return
-        inner, bias = family.inner_width(config), family.of(config, family.mlp_bias)
+        inner, bias = family.inner_width(config, layer), family.of(config, family.mlp_bias)
         if self.has_xielu:
             place(self, family.names.activation, XIELU())
-        self._place_mlp(family.names.up, family.names.down, inner, config.hidden_size, bias)
+        self.place_mlp(family.names.up, family.names.down, inner, config.hidden_size, bias)
 
     def _place_attention(self, family: DecoderFamily, config: Any) -> None:
         names, heads, width = self.names, self.heads, config.hidden_size
@@ -229,11 +256,13 @@ class Block(nnx.Module):
         else:
             asked = 2 * queries if self.gates_attention else queries
             outputs = [asked, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
-            for name, size in zip(names.qkv, outputs, strict=True):
+            for name, size in zip(self.qkv, outputs, strict=False):
                 place(self, name, Linear(width, size, bias=bias))
         if family.output_bias is not None:
             bias = family.of(config, family.output_bias)
         place(self, names.output, Linear(queries, width, bias=bias))
+        if names.attention_gate:
+            place(self, names.attention_gate, Linear(width, queries, bias=False))
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
         of_heads: list[Any] = [heads.size] * 2
@@ -241,69 +270,54 @@ class Block(nnx.Module):
             of_heads = [queries, keys]
         elif family.norms_heads == "own":
             of_heads = [(heads.queries, heads.size), (heads.keys, heads.size)]
-        for name, size in zip(names.head_norms, of_heads, strict=False):
-            place(self, name, family.norm(size, family.of(config, family.epsilon)))
+        epsilon, has_keys = family.of(config, family.epsilon), self.key_source is None
+        for name, size in zip(names.head_norms[: 2 if has_keys else 1], of_heads, strict=False):
+            place(self, name, family.norm(size, epsilon))
+        if self.norms_turned:
+            self.turned_norm = RMSNorm(heads.size, epsilon, scale=False)
+        if family.norms_values:
+            self.values_norm = RMSNorm(heads.size, epsilon, scale=False)
 
-    def _place_mlp(
+    def place_mlp(
         self, names: tuple[str, ...], down: str, inner: int, width: int, bias: bool
     ) -> None:
+        """Put the products of an MLP there."""
         fused = 2 if self.is_gated and len(names) == 1 else 1
         for name in names:
             place(self, name, Linear(width, fused * inner, bias=bias))
         place(self, down, Linear(inner, width, bias=bias))
 
-    def _place_experts(self, family: DecoderFamily, experts: Experts, config: Any) -> None:
-        names, width = self.names, config.hidden_size
-        count, inner = getattr(config, experts.count), getattr(config, experts.inner)
-        is_normalized = bool(family.of(config, experts.is_normalized))
-        swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
-        gate = ExpertGate(self.activation, *swiglu, is_gated=experts.is_gated)
-        routing = Routing(experts.of_token(config), is_normalized)
-        routing = routing if experts.routing is None else experts.routing(config)
-        self.mixture = MixtureSettings(routing, gate)
-        bias = experts.has_biases
-        if experts.shared is not None and (beside := experts.shared(config)):
-            self.has_shared = True
-            self._place_mlp(names.shared_up, names.shared_down, beside, width, False)
-            if names.shared_gate:
-                place(self, names.shared_gate, Linear(width, 1, bias=False))
-        # ERNIE's files hold a row of corrections for each group of experts, and have one group
-        corrections = (1, count) if routing.is_softmax else (count,)
-        correction = corrections if routing.is_corrected else None
-        router = Router(width, count, bias=bias, correction=correction)
-        place(self, names.router, router)
-        latent = experts.latent(config)
-        self.has_latent = latent is not None
-        if latent is not None:
-            place(self, names.latent_in, Linear(width, latent, bias=False))
-            place(self, names.latent_out, Linear(latent, width, bias=False))
-            width = latent
-        outputs = 2 * inner if experts.is_gated else inner
-        is_mxfp4 = getattr(config, "published_as", None) == "mxfp4"
-        options = {"bias": bias, "is_mxfp4": is_mxfp4}
-        place(self, names.experts_up, ExpertMatrices(count, width, outputs, **options))
-        place(self, names.experts_down, ExpertMatrices(count, inner, width, **options))
-
     def __call__(
-        self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
+        self,
+        x: jax.Array,
+        turns: Turns,
+        new: NewTokens,
+        layer: LayerCache,
+        kept: dict[int, KeysValues],
+        *,
+        last: bool,
     ) -> tuple[jax.Array, LayerCache]:
-        """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache."""
+        """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache.
+
+        `layer` is the cache of the layer whose keys it reads. `kept` has the new keys and values of earlier
+        layers, by number, and gets those of this one.
+        """
         names, factors = self.names, self.factors
-        kept = new.wanted(x) if last else x
-        normed = self._norm(x, names.attention_norm) if self.mixes else x
-        x, layer = self._add_mixed(kept, normed, turns, new, layer, last=last)
+        whole = new.wanted(x) if last else x
+        normed = self.normed(x, names.attention_norm) if self.mixes else x
+        x, layer = self._add_mixed(whole, normed, turns, new, layer, kept, last=last)
         if not self.feeds:
             return x, layer
         if not self.is_parallel:
-            read = self._norm(x, names.mlp_norm)
+            read = self.normed(x, names.mlp_norm)
         elif names.mlp_norm:
-            read = self._norm(kept, names.mlp_norm)
+            read = self.normed(whole, names.mlp_norm)
         else:
             read = new.wanted(normed) if last else normed
         if self.mixture is not None:
-            mixed = self._mix(self.mixture, read)
+            mixed = decoder_experts.mixed(self, self.mixture, read, x)
             return self._joined(x, mixed, names.after_mlp, factors.mlp), layer
-        inner = self._widen(read, names.up)
+        inner = self.widened(read, names.up)
         return self._add(x, names.down, inner, names.after_mlp, factors.mlp), layer
 
     def _add_mixed(
@@ -313,6 +327,7 @@ class Block(nnx.Module):
         turns: Turns,
         new: NewTokens,
         layer: LayerCache,
+        kept: dict[int, KeysValues],
         *,
         last: bool,
     ) -> tuple[jax.Array, LayerCache]:
@@ -320,17 +335,17 @@ class Block(nnx.Module):
         names, factors = self.names, self.factors
         state: LayerCache = ()
         if self.has_state:
-            kept = len(layer) - (2 if self.attends else 0)
-            mixed, state = self._state(normed, new, layer[:kept], last=last)
+            arrays = len(layer) - (2 if self.attends else 0)
+            mixed, state = self._state(normed, new, layer[:arrays], last=last)
             x = self._add(x, names.state_output, mixed, names.after_attention, factors.state)
-            layer = layer[kept:]
+            layer = layer[arrays:]
         if self.attends:
             read = normed if factors.attended == 1 else normed * factors.attended
-            mixed, layer = self._attend(read, turns, new, layer, last=last)
+            mixed, layer = self._attend(read, turns, new, layer, kept, last=last)
             x = self._add(x, names.output, mixed, names.after_attention, factors.attention)
         return x, (*state, *layer)
 
-    def _norm(self, x: jax.Array, name: str) -> jax.Array:
+    def normed(self, x: jax.Array, name: str) -> jax.Array:
         """Return the norm of x; x itself for an empty name."""
         return part_of(self, name)(x) if name else x
 
@@ -344,11 +359,18 @@ class Block(nnx.Module):
 
     def _joined(self, x: jax.Array, y: jax.Array, norm: str, factor: float) -> jax.Array:
         """Return x plus y, or plus the norm of y, times the factor."""
-        y = self._norm(y, norm)
+        y = self.normed(y, norm)
         return x + (y if factor == 1 else y * factor)
 
     def _attend(
-        self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
+        self,
+        x: jax.Array,
+        turns: Turns,
+        new: NewTokens,
+        layer: LayerCache,
+        kept: dict[int, KeysValues] | None = None,
+        *,
+        last: bool,
     ) -> tuple[jax.Array, LayerCache]:
         """Map x [B, T, D] to [B, T, N * H], or [B, 1, N * H] if `last`, without the last product."""
         heads, names = self.heads, self.names
@@ -357,7 +379,14 @@ class Block(nnx.Module):
             attend: LatentAttention = part_of(self, names.attention)
             return attend(x, turns[heads.rotary], new, layer, heads.scale, last=last)
         options: dict[str, Any] = {"last": last, "window": heads.window, "cap": heads.cap}
-        projected = [part_of(self, name)(x) for name in names.qkv]
+        if heads.chunk is not None:
+            options["chunk"] = heads.chunk
+        projected = [part_of(self, name)(x) for name in self.qkv]
+        if self.key_source is not None and kept is not None:
+            query = self.normed(projected[0].reshape(*x.shape[:2], -1, heads.size), self.query_norm)
+            if heads.rotary is not None:
+                query = rope.turn(query, turns[heads.rotary])
+            return new.attend(query, *kept[self.key_source], layer, heads.scale, **options)
         if self.clip is not None:
             projected = [jnp.clip(part, -self.clip, self.clip) for part in projected]
         if self.has_qkv_by_head:
@@ -374,8 +403,12 @@ class Block(nnx.Module):
         if self.gates_attention:
             by_head = projected[0].reshape(*x.shape[:2], heads.queries, -1)
             projected[0], gate = jnp.split(by_head, 2, axis=-1)
+        elif names.attention_gate:
+            gate = part_of(self, names.attention_gate)(x)
         if self.norms_heads == "all":
             projected[:2] = self._normed_heads(*projected[:2])
+        if len(projected) == 2:  # values are keys
+            projected.append(projected[1])
         query, keys, values = (part.reshape(*x.shape[:2], -1, heads.size) for part in projected)
         if len(names.qkv) == 1:
             query, keys, values = (split(part, *_HEADS) for part in (query, keys, values))
@@ -388,6 +421,12 @@ class Block(nnx.Module):
             query = query if turned.growth is None else query * turned.growth
         if self.norms_heads == "turned":
             query, keys = self._normed_heads(query, keys)
+        if self.norms_turned:
+            query, keys = self.turned_norm(query), self.turned_norm(keys)
+        if self.norms_values:
+            values = self.values_norm(values)
+        if kept is not None:
+            kept[self.number] = keys, values
         if names.sinks:
             options["sinks"] = part_of(self, names.sinks)[...]
         mixed, layer = new.attend(query, keys, values, layer, heads.scale, **options)
@@ -399,26 +438,9 @@ class Block(nnx.Module):
     def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
         """Return the norms of queries and keys; themselves if the family has no such norms."""
         names = self.names.head_norms or ("", "")
-        return [self._norm(x, name) for x, name in zip((query, keys), names, strict=True)]
+        return [self.normed(x, name) for x, name in zip((query, keys), names, strict=True)]
 
-    def _mix(self, sizes: MixtureSettings, x: jax.Array) -> jax.Array:
-        """Return the results of each token's experts: [B, T, D] to [B, T, D]."""
-        rows, names = x.reshape(-1, x.shape[-1]), self.names
-        router, up, down = (
-            part_of(self, name) for name in (names.router, names.experts_up, names.experts_down)
-        )
-        shares, chosen = router(rows, sizes.routing)
-        rows = part_of(self, names.latent_in)(rows) if self.has_latent else rows
-        y = Mixture(up, down, sizes.gate)(rows, shares, chosen)
-        y = (part_of(self, names.latent_out)(y) if self.has_latent else y).reshape(x.shape)
-        if not self.has_shared:
-            return y
-        shared = part_of(self, names.shared_down)(self._widen(x, names.shared_up))
-        if names.shared_gate:
-            shared = shared * jax.nn.sigmoid(part_of(self, names.shared_gate)(x))
-        return y + shared
-
-    def _widen(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    def widened(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         """Map x [B, T, D] to the inner values of an MLP."""
         first, *second = (part_of(self, name) for name in names)
         if self.has_xielu:

@@ -8,15 +8,17 @@ hyperclovax NAVER Cloud 2025, HyperCLOVA X SEED Think
 internlm3   Shanghai AI Laboratory 2025, InternLM3
 iquestcoder IQuest 2026, IQuest-Coder-V1
 jais2       Inception, MBZUAI and Cerebras 2025, Jais 2
+nanochat    Karpathy 2025, nanochat
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
 from prejit.compiler.models.families.decoder_table import (
     GRANITE,
     LLAMA,
@@ -27,7 +29,7 @@ from prejit.compiler.models.families.decoder_table import (
 )
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.layers.linear import LayerNorm
+from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
 
 _EXAONE_NAMING = replace(
     NAMING,
@@ -70,6 +72,17 @@ def _hyperclovax(config: Any, context: int | None) -> TextDecoder:
 
 _JAIS2 = replace(LLAMA, names=UNGATED, norm=LayerNorm, epsilon="layer_norm_eps", is_gated=False)
 
+_NANOCHAT = DecoderFamily(
+    DecoderNames(up=("mlp.fc1",), down="mlp.fc2"),
+    norm=partial(RMSNorm, scale=False),
+    is_gated=False,
+    bias="attention_bias",
+    norms_turned=lambda config, layer: True,
+    turns_back=True,
+    norms_embeddings=True,
+    logit_cap="final_logit_softcapping",
+)
+
 LLAMA_LIKE: Mapping[str, Family] = {
     "exaone": rotary(LLAMA, naming=_EXAONE_NAMING),
     "granite_swa": rotary(with_sinks(GRANITE), *MULTIPLIERS, "layer_rope_theta"),
@@ -77,5 +90,6 @@ LLAMA_LIKE: Mapping[str, Family] = {
     "internlm3": rotary(LLAMA),
     "iquestcoder": rotary(LLAMA),
     "jais2": rotary(_JAIS2),
+    "nanochat": rotary(_NANOCHAT),
 }
 """Decoders that differ from Llama in a few settings, by model_type."""

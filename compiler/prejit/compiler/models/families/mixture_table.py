@@ -219,12 +219,14 @@ _DEEPSEEK_EXPERTS = Experts(
     routing=_greedy,
     layers=lambda config, layer: layer >= config.first_k_dense_replace,
 )
+WITH_SHARED = replace(
+    _MIXTURE,
+    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+)
+"""The names of a mixture with an MLP beside its experts."""
 _DEEPSEEK2 = DecoderFamily(
-    replace(
-        _MIXTURE,
-        shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        shared_down="mlp.shared_experts.down_proj",
-    ),
+    WITH_SHARED,
     output_bias="attention_bias",
     is_interleaved=True,
     scale=lambda config, layer: latent_attention.scale(config),

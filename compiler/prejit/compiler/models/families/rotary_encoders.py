@@ -175,14 +175,14 @@ class RotaryBlock(Block):
             mixed, _ = self._attend(x, turns, text, None, last=False)  # type: ignore[arg-type]
             x = part_of(self, names.output)(mixed, residual=x)
             x = part_of(self, names.attention_norm)(x)
-            x = part_of(self, names.down)(self._widen(x, names.up), residual=x)
+            x = part_of(self, names.down)(self.widened(x, names.up), residual=x)
             return part_of(self, names.mlp_norm)(x)
         normed = part_of(self, names.attention_norm)(x)
         if self.starts_bare:
             normed = jnp.where(self.is_bare[...] > 0, x, normed)
         mixed, _ = self._attend(normed, turns, text, None, last=False)  # type: ignore[arg-type]
         x = self._add(x, names.output, mixed, names.after_attention)
-        inner = self._widen(part_of(self, names.mlp_norm)(x), names.up)
+        inner = self.widened(part_of(self, names.mlp_norm)(x), names.up)
         return self._add(x, names.down, inner, names.after_mlp)
 
     def _visible(self, positions: jax.Array) -> jax.Array:

@@ -47,7 +47,7 @@ class NewTokens:
 
     def wanted(self, x: jax.Array) -> jax.Array:
         """Return the part of x [B, T, ...] that results need: the last valid token of each row, or all."""
-        if self.count == 1 or self.every:
+        if x.shape[1] == 1 or self.every:
             return x
         index = jnp.maximum(self.length - 1, 0).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.take_along_axis(x, index, axis=1, mode="clip")
@@ -65,6 +65,7 @@ class NewTokens:
         cap: float | None = None,
         bias: jax.Array | None = None,
         sinks: jax.Array | None = None,
+        chunk: int | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Write the new tokens into the cache and attend to it.
 
@@ -79,6 +80,8 @@ class NewTokens:
             cap: soft bound of the scores: cap * tanh(score / cap); None for no bound.
             bias: float32 [B, T, N, S], added to the scores, which the kernel cannot do; None for none.
             sinks: float32 [N], scores of no position, which the kernel does not have; None for none.
+            chunk: length of the parts of a text whose tokens see none of another part, which the kernel
+                cannot do; None: it has no parts.
 
         Returns:
             float32 [B, T, N * H], or [B, 1, N * H] in the last layer; the cache.
@@ -87,13 +90,14 @@ class NewTokens:
             query = self.wanted(query)
             bias = None if bias is None else self.wanted(bias)
         ends = self.ends
-        if product_forms.has_kernels() and bias is None and sinks is None and ends is None:
+        others: tuple[Any, ...] = (bias, sinks, ends, chunk)
+        if product_forms.has_kernels() and all(each is None for each in others):
             return self._call_kernel(query, (keys, values), layer, scale, window=window, cap=cap)
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
         if last and ends is not None:
             ends = self.wanted(ends)
-        bounds: dict[str, Any] = {"window": window, "cap": cap, "ends": ends}
+        bounds: dict[str, Any] = {"window": window, "cap": cap, "ends": ends, "chunk": chunk}
         mixed = attention(query, layer, positions, scale, bias=bias, sinks=sinks, **bounds)
         return mixed, layer
 
@@ -215,6 +219,7 @@ def attention(
     bias: jax.Array | None = None,
     sinks: jax.Array | None = None,
     ends: jax.Array | None = None,
+    chunk: int | None = None,
 ) -> jax.Array:
     """Return attention of each token to the cache up to its own position.
 
@@ -231,6 +236,7 @@ def attention(
         bias: as in `NewTokens.attend`; or [1, T, N, S], the same for all rows.
         sinks: as in `NewTokens.attend`.
         ends: int32 like positions: the last position that each token sees, if that is not its own.
+        chunk: as in `NewTokens.attend`.
 
     Returns:
         float32 [B, T, N * H].
@@ -251,10 +257,12 @@ def attention(
         scores += bias.swapaxes(1, 2).reshape(-1, *grouped[1:], slots)
     slot = jnp.arange(slots)
     visible = slot <= (positions if ends is None else ends)[:, None, None, :, None]
+    # Padding may stand beyond the end, where its window would be empty and its softmax NaN.
+    last = jnp.minimum(positions, slots - 1)[:, None, None, :, None]
     if window is not None:
-        # Padding may stand beyond the end, where its window would be empty and its softmax NaN.
-        last = jnp.minimum(positions, slots - 1)
-        visible &= slot > last[:, None, None, :, None] - window
+        visible &= slot > last - window
+    if chunk is not None:
+        visible &= slot >= last // chunk * chunk
     scores = jnp.where(visible, scores, -jnp.inf)
     if sinks is None:
         weights = jax.nn.softmax(scores)

@@ -74,11 +74,14 @@ INNER = _integer(1, 2**22)
 """An inner width, or the number of rows of a table of positions."""
 INNER_OR_NULL = _integer(1, 2**22, optional=True)
 """An inner width; null is four times the width of the model."""
+OF_EXPERTS_OR_NULL = _integer(1, 2**22, optional=True)
+"""A number or a width of experts, of a family whose models may have none."""
 NUMBER_OF_SEGMENTS = _integer(0, 2**24)
 """The number of segments of a family that may have none."""
 FARTHEST = _integer(-1, 2**22)
 """A distance from which on all are alike; below 1 it is the number of positions."""
 _SIZE = _integer(1, 2**14)
+_SIZE_OR_NULL = _integer(1, 2**14, optional=True)
 _LAYERS = _integer(1, MAX_LAYERS)
 _BOOL = Check("true or false", lambda value: type(value) is bool)
 _TEXT = Check("a text", lambda value: type(value) is str)
@@ -150,6 +153,20 @@ _KEYS: Checks = {
     "num_register_tokens": _integer(0, 2**10),
     "n_inner": INNER_OR_NULL,
     "head_dim": _integer(1, 2**14, optional=True),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), _SIZE_OR_NULL),
+    **dict.fromkeys(("enable_moe_block", "use_double_wide_mlp", "attention_k_eq_v"), _BOOL),
+    "top_k_experts": OF_EXPERTS_OR_NULL,
+    "attention_chunk_size": _integer(1, _LARGEST, optional=True),
+    "intermediate_size_mlp": INNER,
+    **dict.fromkeys(("use_qk_norm", "attn_temperature_tuning"), _BOOL),
+    "mup_enabled": _BOOL,
+    "route_scale": _FACTOR,
+    "floor_scale": _integer(1, _LARGEST),
+    "attn_scale": _number(0, 1e6),
+    "moe_layers": _list(_integer(0, MAX_LAYERS)),
+    "num_kv_shared_layers": _integer(0, MAX_LAYERS),
+    "hidden_size_per_layer_input": _integer(0, 2**20),
+    "vocab_size_per_layer_input": _integer(1, 2**24),
     "pad_token_id": _integer(0, 2**22),
     "rope_parameters": _OBJECT,
     # Half of it is a window on each side.
@@ -186,8 +203,10 @@ _KEYS: Checks = {
     **dict.fromkeys(("moe_shared_expert_intermediate_size",), INNER),
     "mlp_layer_types": _list(_TEXT),
     **dict.fromkeys(("clip_qkv", "rotary_dim"), _ANY_FACTOR),
-    **dict.fromkeys(("moe_num_experts", "moe_k", "num_shared_experts"), _integer(1, 4096)),
-    "moe_num_shared_experts": _integer(0, 4096),
+    **dict.fromkeys(("moe_num_experts", "moe_k"), _integer(1, 4096)),
+    **dict.fromkeys(("moe_num_shared_experts", "num_shared_experts"), _integer(0, 4096)),
+    "prefix_dense_intermediate_size": INNER_OR_NULL,
+    "prefix_dense_sliding_window_pattern": _integer(1, MAX_LAYERS),
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), _integer(-1, MAX_LAYERS)),
     "moe_layer_interval": _integer(1, MAX_LAYERS),
     "moe_topk": _EACH_LAYER,
@@ -233,7 +252,7 @@ _PRETRAINED = _integer(2, _LARGEST)
 _MODEL_ROPE: Checks = {**_ROPE, "original_max_position_embeddings": _PRETRAINED}
 """The keys beside `rope_parameters` that say how heads turn."""
 _ROPE_KINDS: Mapping[str, Checks] = {
-    "linear": {"factor": _FACTOR},
+    **{"linear": {"factor": _FACTOR}, "proportional": {"factor": _ANY_FACTOR}},
     "llama3": {
         "factor": _FACTOR,
         "original_max_position_embeddings": _PRETRAINED,
@@ -258,6 +277,7 @@ _ROPE_KINDS: Mapping[str, Checks] = {
     },
 }
 """The keys of `rope_parameters` that rope.py reads, with the check of each value, by rope_type."""
+_OF_LAYER: Checks = {"head_dim": _SIZE, "num_key_value_heads": _SIZE}
 ALPHA: Checks = {"alpha": _FACTOR}
 GROWTH: Checks = {
     "llama_4_scaling_beta": _number(0, 1e6),
@@ -292,7 +312,9 @@ def check_file(
         if callable(getattr(kind, key, None)) or key == "attribute_map":
             raise _refused(file, prefix + key, "it names a part of transformers' code")
         if key == "per_layer_config" and value is not None:
-            raise _refused(file, prefix + key, "all layers read the same values here")
+            if "global_head_dim" not in checks:
+                raise _refused(file, prefix + key, "all layers read the same values here")
+            _check_layers(file, prefix + key, value)
         names = (key, aliases.get(key), *(name for name, read in aliases.items() if read == key))
         for name in names:
             if name in checks:
@@ -378,6 +400,18 @@ def _check(
         may_be_null = check.optional or not complete
         if not (value is None and may_be_null) and not check.allows(value):
             raise _error(file, prefix + key, check, value)
+
+
+def _check_layers(file: Path, key: str, layers: Any) -> None:
+    """Check the numbers and sizes of heads that layers have of their own."""
+    if not isinstance(layers, dict):
+        raise _error(file, key, _OBJECT, layers)
+    for layer, values in layers.items():
+        if not isinstance(values, dict):
+            raise _error(file, f"{key}.{layer}", _OBJECT, values)
+        for name in values.keys() - _OF_LAYER.keys():
+            raise _refused(file, f"{key}.{layer}.{name}", "all layers read the same value here")
+        _check(file, f"{key}.{layer}.", values, {name: _OF_LAYER[name] for name in values})
 
 
 def _refused(file: Path, key: str, why: str) -> CheckpointError:

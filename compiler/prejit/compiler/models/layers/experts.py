@@ -29,7 +29,7 @@ from jax import lax
 
 from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import kernel_calls, product_forms
-from prejit.compiler.models.layers.linear import ACTIVATIONS, dot_of_words
+from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm, dot_of_words
 
 FEW_PAIRS = 8
 """Maximum pairs of a token and an expert for which matrices are read where they lie."""
@@ -49,6 +49,8 @@ class Routing:
         is_corrected: whether scores are sigmoids, to which a correction is added for the choice alone;
             otherwise they are a softmax.
         is_softmax: whether corrected scores are a softmax, too.
+        is_sigmoid: whether scores without a correction are sigmoids, too.
+        scales_inputs: whether shares are factors of what experts read, and not of their results.
         groups: number of groups of experts. The score of a group is the sum of its two best experts if
             scores are corrected, else that of its best.
         kept: number of groups, those of the best scores, from which a token's experts are chosen.
@@ -63,6 +65,8 @@ class Routing:
     factor: float = 1.0
     is_corrected: bool = False
     is_softmax: bool = False
+    is_sigmoid: bool = False
+    scales_inputs: bool = False
     groups: int = 1
     kept: int = 1
     added: float = 0.0
@@ -98,7 +102,7 @@ class Router(nnx.Module):
         if routing.margin is not None:
             return _mixed_sparsely(scores, routing.margin)
         correction = self.e_score_correction_bias
-        is_softmax = correction is None or routing.is_softmax
+        is_softmax = routing.is_softmax or (correction is None and not routing.is_sigmoid)
         scores = jax.nn.softmax(scores) if is_softmax else jax.nn.sigmoid(scores)
         wanted = scores if correction is None else scores + correction[...]
         if routing.kept < routing.groups:
@@ -108,6 +112,22 @@ class Router(nnx.Module):
         if routing.is_normalized:
             shares = shares / (shares.sum(-1, keepdims=True) + routing.added)
         return shares * routing.factor, experts
+
+
+class NormedRouter(Router):
+    """A router that reads the norm of a token; the shares of each expert have a factor."""
+
+    def __init__(self, width: int, experts: int, epsilon: float) -> None:
+        super().__init__(width, experts)
+        self.scale = nnx.Param(jnp.ones(width))
+        self.per_expert_scale = nnx.Param(jnp.ones(experts))
+        self.norm = RMSNorm(width, epsilon, scale=False)
+
+    def __call__(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        """See Router."""
+        read = self.norm(x) * self.scale[...] * x.shape[-1] ** -0.5
+        shares, experts = super().__call__(read, routing)
+        return shares * self.per_expert_scale[...][experts], experts
 
 
 def _mixed_sparsely(scores: jax.Array, margin: float) -> tuple[jax.Array, jax.Array]:

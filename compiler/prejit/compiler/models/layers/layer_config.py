@@ -9,7 +9,7 @@ H head size, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ LayerCache = tuple[jax.Array, ...]
 """Keys and values of one layer, each [B, K, S, W] (cache_rows.py); or what else a layer keeps."""
 
 KVCache = tuple[LayerCache, ...]
-"""One LayerCache for each of the L layers."""
+"""One LayerCache for each of the L layers; empty for one that reads keys and values of another."""
 
 
 def empty_layer(rows: int, heads: int, positions: int, head_size: int, dtype: str) -> LayerCache:
@@ -111,6 +111,7 @@ class Naming:
         stacked: the parameters that checkpoints hold in parts.
         converted: the parameters that checkpoints hold in another form.
         beside: names of modules beside the transformer, such as a classifier, which get no prefix.
+        unused: returns prefixes of tensors that a configuration does not use.
         drafts: key of the number of layers behind the last one that draft tokens, which are not used; empty:
             there are none.
     """
@@ -127,6 +128,7 @@ class Naming:
     stacked: tuple[Stacked, ...] = ()
     converted: tuple[Converted, ...] = ()
     beside: tuple[str, ...] = ()
+    unused: Callable[[Any], Iterable[str]] = lambda config: ()
     drafts: str = ""
 
     def ignored_in(self, config: Any) -> tuple[str, ...]:
@@ -135,7 +137,8 @@ class Naming:
         if drafts:
             last = config.num_hidden_layers
         layers = range(last, last + drafts)
-        return (*self.ignored, *(f"{self.prefix}layers.{layer}." for layer in layers))
+        ignored = (*self.ignored, *self.unused(config))
+        return (*ignored, *(f"{self.prefix}layers.{layer}." for layer in layers))
 
 
 @dataclass(frozen=True)

@@ -409,15 +409,18 @@ class RMSNorm(nnx.Module):
     `offset` is added to the scale: Gemma publishes scales minus 1.
     """
 
-    def __init__(self, width: int, epsilon: float, *, offset: float = 0.0) -> None:
-        self.weight = nnx.Param(jnp.full(width, 1 - offset))
+    def __init__(
+        self, width: int, epsilon: float, *, scale: bool = True, offset: float = 0.0
+    ) -> None:
+        self.weight = nnx.Param(jnp.full(width, 1 - offset)) if scale else None
         self.epsilon = epsilon
         self.offset = offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the norm of x [..., width]."""
+        weight = jnp.ones(x.shape[-1]) if self.weight is None else self.weight[...]
         if product_forms.has_kernels():
-            return kernel_calls.norm(x, self.weight[...], epsilon=self.epsilon, offset=self.offset)
+            return kernel_calls.norm(x, weight, epsilon=self.epsilon, offset=self.offset)
         mean_square = jnp.square(x).mean(-1, keepdims=True)
-        scale = self.weight[...] + self.offset if self.offset else self.weight[...]
+        scale = weight + self.offset if self.offset else weight
         return x * lax.rsqrt(mean_square + self.epsilon) * scale

@@ -49,8 +49,9 @@ class Rotary:
         frequencies: radians per position, for each of the P pairs.
         scale: factor of the turned vectors; it differs from 1 only for YaRN and LongRoPE.
         is_interleaved: whether component 2i pairs with 2i + 1, rather than i with i + P.
-        growth: queries grow by 1 + growth * log(1 + position // growth_positions).
+        growth: queries grow by 1 + growth * log(1 + (growth_start + position) // growth_positions).
         growth_positions: the context of pretraining, for the growth of queries.
+        growth_start: the number of the first position, for the growth of queries.
     """
 
     frequencies: tuple[float, ...]
@@ -58,6 +59,7 @@ class Rotary:
     is_interleaved: bool = False
     growth: float = 0.0
     growth_positions: int = 1
+    growth_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,12 @@ def frequencies(
     kind = parameters.get("rope_type")
     require(config, f"{key}.rope_type", kind, ["default", "dynamic", *_SCALED])
     share = parameters.get("partial_rotary_factor")
-    if not partial:
+    is_whole = (
+        kind == "proportional"
+    )  # its share does not turn, but the angles are those of whole heads
+    if not partial and not is_whole:
         require(config, f"{key}.partial_rotary_factor", share, [None, 1.0])
-    turned = int(size * (1.0 if share is None else share))
+    turned = size if is_whole or share is None else int(size * share)
     if turned % 2 or not 0 < turned <= size:
         name = f"head_dim x {key}.partial_rotary_factor" if partial else "head_dim"
         raise unsupported(config, f"{name}: expected an even number, found {turned}")
@@ -193,7 +198,8 @@ def turns(rotary: Rotary, positions: jax.Array) -> Turns:
     angles = positions * jnp.asarray(rotary.frequencies, jnp.float32)
     growth = None
     if rotary.growth:
-        periods = (positions // rotary.growth_positions).astype(jnp.float32)
+        counted = positions + rotary.growth_start
+        periods = (counted // rotary.growth_positions).astype(jnp.float32)
         growth = 1 + rotary.growth * jnp.log(1 + periods)
     cos, sin = jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
     return Turns(cos, sin, rotary.is_interleaved, growth)
@@ -206,6 +212,8 @@ def turn(x: jax.Array, turns: Turns) -> jax.Array:
     """
     cos, sin = turns.cos, turns.sin
     pairs = cos.shape[-1]
+    if not pairs:
+        return x
     kept = x[..., 2 * pairs :]
     if turns.is_interleaved:
         first, second = x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
@@ -232,6 +240,16 @@ def _linear(
 ) -> Rotary:
     """Follow _compute_linear_scaling_rope_parameters: all pairs turn slower by a factor."""
     return _rotary(1 / periods / parameters["factor"])
+
+
+def _proportional(
+    periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
+) -> Rotary:
+    """Follow _compute_proportional_rope_parameters: the slowest pairs do not turn."""
+    share = parameters.get("partial_rotary_factor")
+    turned = int((1.0 if share is None else share) * 2 * len(periods) // 2)
+    found = 1 / periods / (parameters.get("factor") or 1.0)
+    return _rotary(np.where(np.arange(len(periods)) < turned, found, 0).astype(np.float32))
 
 
 def _llama3(
@@ -297,4 +315,7 @@ def _longrope(
 
 _POSITIONS = "original_max_position_embeddings"
 _PRETRAINED = ("llama3", "yarn", "longrope")
-_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_SCALED = {
+    **{"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope},
+    "proportional": _proportional,
+}
