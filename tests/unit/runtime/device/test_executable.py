@@ -159,7 +159,9 @@ def check_on_cpu(function, *arguments, device):
     expected = jax.tree.leaves(jitted(*arguments))
     portable = exported.mlir_module_serialized
     left = str(stablehlo_module(portable, exported.platforms, "cpu"))
-    assert "stablehlo.composite" not in left, "GPUs have a form of jnp.cumsum that XLA cannot split for CPUs"
+    assert "stablehlo.composite" not in left, (
+        "GPUs have a form of jnp.cumsum that XLA cannot split for CPUs"
+    )
     machine = CompileFor(platforms=exported.platforms)
     for program in (
         device.compile(portable, exported.platforms),
