@@ -441,6 +441,9 @@ def step(params, state, x):
 
 def total(x):
     return jax.shard_map(lambda part: jax.lax.psum(part.sum(), "data"), in_specs=P("data"), out_specs=P())(x)
+
+def turned(state):
+    return state + 1
 """
 SHARDED_PROGRAMS = {
     "mlp": 'function = "sharded_code:mlp"; args = { x = "float32[{batch}, 8]" }; '
@@ -451,6 +454,8 @@ SHARDED_PROGRAMS = {
     'down = "float32[16, 4]" }, n = "int32[]" } }; shardings = { x = ["data"], '
     '"state.w.up" = ["", "tensor"], "state.w.down" = ["tensor"] }',
     "total": 'function = "sharded_code:total"; args = ["float32[6]"]; shardings = { "0" = ["data"] }',
+    "turned": 'function = "sharded_code:turned"; args = { state = "float32[4, 8]" }; '
+    'shardings = { state = ["data"], result = ["", "data"] }',
 }
 MESH = "[mesh]\ndata = 2\ntensor = 2\n"
 
@@ -483,6 +488,14 @@ def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded):
     following = step(x=x)
     step.restore(sharded / "state.safetensors")
     assert step(x=x) == following
+    # XLA would take the parts of the result, which have as many elements, for those of the state.
+    state = np.arange(32, dtype=np.float32).reshape(4, 8)
+    placed = bundle.call_on_device("turned", state=state)
+    np.testing.assert_array_equal(bundle.call("turned", state=placed), state + 2)
+    with pytest.raises(
+        UsageError, match=r"next state of turned to be split along \['data', ''\], as"
+    ):
+        bundle.bind("turned", state=state)
     # The new state is split as the old one is: nothing is gathered between steps.
     (entry,) = (entry for entry in bundle.config.programs if entry.name == "step")
     [split] = (text for text in entry.results if "up" in text)

@@ -654,18 +654,22 @@ AUTO = (jax.sharding.AxisType.Auto,) * 3
 
 def split_step(state, x):
     hidden = x @ state["w"]
-    return {"w": state["w"] + 1, "step": state["step"] + 1}, hidden.sum(1)
+    return {"w": state["w"] + 1, "step": state["step"] + 1}, hidden.sum(1), x * 2
 
 
 def split_options(mesh):
-    """Return options of jax.jit for `split_step` on a mesh with the axes AXES."""
+    """Return options of jax.jit for `split_step` on a mesh with the axes AXES.
+
+    The last result is whole, though the argument like it is split.
+    """
 
     def on(*axes):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
     state = {"w": on("fsdp", "tp"), "step": on()}
     rows = on(("dp", "fsdp"))
-    return {"in_shardings": (state, rows), "out_shardings": (state, rows), "donate_argnums": 0}
+    results = (state, rows, on())
+    return {"in_shardings": (state, rows), "out_shardings": results, "donate_argnums": 0}
 
 
 def split_state():
@@ -696,7 +700,7 @@ def compare(case, given, state, x):
 
 compare("as built", options, split_state(), X)
 state, rows = options["in_shardings"]
-compare("other results", options | {{"out_shardings": (state, state["step"])}}, split_state(), X)
+compare("other results", options | {{"out_shardings": (state, *[state["step"]] * 2)}}, split_state(), X)
 donated = {{"donate_argnums": 0}}
 compare("no shardings", donated, split_state(), X)
 turned = jax.make_mesh((2, 1, 2), AXES, axis_types=AUTO, devices=jax.devices()[::-1])
@@ -730,7 +734,8 @@ def test_shardings_of_jit_on_a_mesh_with_any_axes(tmp_path, build_cache, python)
     made = program(jitted, split_state(), "float32[4,4]")
     assert str(made.mesh) == "dp=2 fsdp=1 tp=2"
     whole = {"0.w": ("fsdp", "tp"), "result.0.w": ("fsdp", "tp")}
-    assert made.shardings == {**whole, "1": ("dp+fsdp",), "result.1": ("dp+fsdp",)}
+    split = {"1": ("dp+fsdp",), "result.1": ("dp+fsdp",), "result.0.step": (), "result.2": ()}
+    assert made.shardings == {**whole, **split}
     path = build(made, tmp_path, cache=build_cache, quiet=True).path
     code = ON_A_MESH.format(path=sys.path, name=__name__)
     said = python(

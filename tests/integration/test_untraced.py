@@ -148,7 +148,7 @@ def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bu
 
 
 IMPURE = """
-import argparse, io, itertools, os, random, sys
+import argparse, io, itertools, os, random, sys, traceback
 import jax, jax.numpy as jnp, numpy as np
 LOG, COUNTS, NUMBER = [], {"traces": 0}, itertools.count()
 RANDOM = np.random.default_rng(0)
@@ -212,6 +212,10 @@ print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.rando
 print(KEYS.made, NESTED, Keys.made, defaulted(1), ARRAY, TEXT.getvalue(), SPACE, attributed.n)
 print([each.random() for each in STATES], np.get_printoptions()["precision"])
 print(FAR[0].__closure__[0].cell_contents, os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
+try: jax.jit(lambda x: x)("text")
+except TypeError as error: print("prejit" in "".join(traceback.format_exception(error)))
+try: jax.jit(lambda x: x / 0)(1.0)
+except ZeroDivisionError as error: print("prejit" in "".join(traceback.format_exception(error)))
 BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
 print(float(jax.jit(lambda x: x * BY[0])(1.0)))
 """

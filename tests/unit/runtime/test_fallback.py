@@ -11,8 +11,15 @@ import pytest
 from prejit.runtime import fallback_counts, load
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device
-from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
+from prejit.runtime.errors import (
+    BuildError,
+    FallbackWarning,
+    MismatchError,
+    RejectError,
+    UsageError,
+)
 from prejit.runtime.fallback_reporting import expiry_notice
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -31,6 +38,22 @@ def v2_machine():
     kept = tuple(name for name in machine.cpu_features if not newer.match(name))
     assert kept != machine.cpu_features
     return dataclasses.replace(machine, cpu_features=kept)
+
+
+@pytest.mark.parametrize(("version", "hint"), [("1.0.0", "a later jax"), ("99.0.0", "")])
+def test_a_program_that_xla_cannot_read_is_named_with_what_helps(
+    settled_dir, monkeypatch, tmp_path, version, hint
+):
+    """A later jax may use operations that this one cannot read."""
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
+    monkeypatch.setattr(_jax_parts, "stablehlo_version", lambda: version)
+    monkeypatch.setattr(_jax_parts, "parse_stablehlo", lambda portable: int("no StableHLO"))
+    with pytest.warns(FallbackWarning):
+        bundle = load(settled_dir, fingerprint=v2_machine())
+    with pytest.raises(BuildError, match=r"blobs.*: score/b2: XLA cannot compile") as caught:
+        bundle.call("score", x=X)
+    assert (caught.value.hint or "").startswith(hint)
+    assert bool(caught.value.hint) == bool(hint)
 
 
 def test_a_mismatch_warns_of_its_axis_and_is_counted_and_told_once(settled_dir):

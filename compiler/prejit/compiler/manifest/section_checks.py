@@ -151,7 +151,9 @@ def axis_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
             if not isinstance(split, list) or not all(isinstance(axis, str) for axis in split):
                 continue  # pydantic reports it
             named = [axis for dimension in split for axis in dimension.split("+") if axis]
-            if not {*named} <= {*known} or len({*named}) < len(named) or not named:
+            # A result may be whole beside an argument like it that is split.
+            says = bool(named) or place.partition(".")[0] == "result"
+            if not {*named} <= {*known} or len({*named}) < len(named) or not says:
                 wanted = f"{SHARDING}; the axes are {', '.join(known)}"
                 yield ("program", index, "shardings", place), wrong(wanted, split)
 

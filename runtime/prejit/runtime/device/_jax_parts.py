@@ -284,6 +284,14 @@ def parse_stablehlo(portable: bytes) -> Any:
     return import_jaxlib()[1].mlir.deserialize_portable_artifact(portable)
 
 
+def stablehlo_version() -> str:
+    """Return the version of StableHLO that this jaxlib has. Of later ones it reads what has not changed."""
+    import_mlir()
+    from jaxlib.mlir.dialects import stablehlo
+
+    return str(stablehlo.get_current_version())
+
+
 def serialized_portable(module: Any, version: str) -> bytes:
     """Return a module of StableHLO as a portable artifact of this version of StableHLO."""
     core = import_jaxlib()[1].mlir

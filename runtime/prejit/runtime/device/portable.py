@@ -84,9 +84,9 @@ def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -
         _jaxlib.register_library_calls(portable)
     with ir.Context():
         module = _jax_parts.parse_stablehlo(portable)
-        if len(platforms) > 1:
-            _bind_platform(module, tuple(platforms).index(platform))
-        _drop_other_platforms(module)
+        several = len(platforms) > 1
+        index = _bind_platform(module, tuple(platforms).index(platform)) if several else None
+        _drop_other_platforms(module, index)
         return module
 
 
@@ -157,13 +157,13 @@ def version_of(portable: bytes) -> str:
     return found[1].decode()
 
 
-def _bind_platform(module: Any, index: int) -> None:
-    """Replace the first argument of `main`, the platform index, by a constant."""
+def _bind_platform(module: Any, index: int) -> Any:
+    """Replace the first argument of `main`, the platform index, by a constant; return it."""
     ir = _jax_parts.import_mlir()
 
     main = _functions(module)["main"]
     block = main.regions[0].blocks[0]
-    _make_constant(block, 0, index)
+    constant = _make_constant(block, 0, index)
     block.erase_argument(0)
     kind = main.attributes["function_type"].value
     main.attributes["function_type"] = ir.TypeAttr.get(
@@ -171,6 +171,7 @@ def _bind_platform(module: Any, index: int) -> None:
     )
     notes = list(main.attributes["arg_attrs"])[1:]
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(notes)
+    return constant
 
 
 def _functions(module: Any) -> dict[str, Any]:
@@ -185,8 +186,8 @@ def _functions(module: Any) -> dict[str, Any]:
     }
 
 
-def _make_constant(block: Any, place: int, index: int) -> None:
-    """Replace every use of an argument of a function's block, a scalar integer, by a constant."""
+def _make_constant(block: Any, place: int, index: int) -> Any:
+    """Replace every use of an argument of a function's block, a scalar integer, by a constant; return it."""
     ir = _jax_parts.import_mlir()
 
     argument = block.arguments[place]
@@ -197,19 +198,23 @@ def _make_constant(block: Any, place: int, index: int) -> None:
             "stablehlo.constant", results=[argument.type], attributes={"value": value}
         )
     argument.replace_all_uses_with(constant.result)
+    return constant.result
 
 
-def _drop_other_platforms(module: Any) -> None:
+def _drop_other_platforms(module: Any, constant: Any) -> None:
     """Replace every conditional over the platform index by its branch for this platform.
 
     XLA drops the other branches only where it sees that the index is constant. Inside loops and other
-    conditionals it does not see that, and there it looks for the custom calls of all platforms.
+    conditionals it does not see that, and there it looks for the custom calls of all platforms. On a mesh it
+    splits all branches, and aborts at some.
 
-    jax passes the index from function to function as a marked argument
-    (jax/_src/interpreters/mlir.py, "_platform_index"). All calls of one function pass the same index.
+    jax passes the index, a constant of `main`, from function to function, and marks the argument except in
+    functions of `_emit_lowering_rule_as_fun`, such as of jnp.cumsum (jax/_src/interpreters/mlir.py,
+    "_platform_index"). All calls of one function pass the same index.
     """
     functions = _functions(module)
     bound = {"main"}
+    indices = [] if constant is None else [constant]
 
     def settle(block: Any) -> None:
         left = [op.operation for op in reversed(list(block.operations))]
@@ -230,9 +235,12 @@ def _drop_other_platforms(module: Any) -> None:
                 if called not in bound:
                     bound.add(called)
                     body = functions[called].regions[0].blocks[0]
-                    for place in _platform_arguments(functions[called]):
-                        if (index := _constant_of(op.operands[place])) is not None:
-                            _make_constant(body, place, index)
+                    marked = _platform_arguments(functions[called])
+                    for place, operand in enumerate(op.operands):
+                        if place not in marked and operand not in indices:
+                            continue
+                        if (index := _constant_of(operand)) is not None:
+                            indices.append(_make_constant(body, place, index))
                     settle(body)
             else:
                 for region in op.regions:

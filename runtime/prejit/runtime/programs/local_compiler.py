@@ -8,8 +8,9 @@ from typing import final
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device, Executable
-from prejit.runtime.device.portable import bind_calls, custom_calls
+from prejit.runtime.device.portable import bind_calls, custom_calls, version_of
 from prejit.runtime.errors import BuildError, MismatchError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
@@ -88,9 +89,24 @@ class LocalCompiler:
 
     def _compile(self, program: ProgramEntry, results: tuple[Array, ...]) -> Executable:
         portable = bind_calls(self._portable_of(program), self._names(program))
-        executable = self._device.compile(portable, program.platforms or (), results)
+        try:
+            executable = self._device.compile(portable, program.platforms or (), results)
+        except BuildError as error:
+            text = f"{self._path}: {program.name}: {error}"
+            raise BuildError(text, hint=error.hint or self._of_later(portable)) from error
         self._check(program, executable, self._path)
         return executable
+
+    def _of_later(self, portable: bytes) -> str | None:
+        """Return the hint for a program that a later jax has lowered; None: it is of none."""
+        versions = version_of(portable), _jax_parts.stablehlo_version()
+        found, here = (tuple(map(int, each.split("."))) for each in versions)
+        if found <= here:
+            return None
+        return (
+            "a later jax than this one lowered it: install the one that `prejit inspect` shows, or build the "
+            f"bundle for jaxlib {self._machine.jaxlib}"
+        )
 
     def _key(self, program: ProgramEntry) -> compile_cache.PortableKey:
         # Its own digest does not cover the libraries that it calls.

@@ -246,6 +246,16 @@ class Steps:
                     hint=how_to_name(key),
                 )
             slots[key] = results.pop(found[0])
+            for given, array in zip(branch.arrays, slots[key].arrays, strict=True):
+                if (
+                    given.sharding != array.sharding
+                ):  # XLA takes the parts of the one for those of the other
+                    raise UsageError(
+                        f"bind: expected the next {pytree.spell((key, *given.path[1:]))} of {program.name} "
+                        f"to be split along {[*given.sharding]}, as the argument, found {[*array.sharding]}",
+                        hint="build it with the same shardings of both; without those of the result it is "
+                        "split as the argument",
+                    )
         others = [branch for key, branch in taken.items() if key not in slots]
         order = [taken[key] for key in self.state] + others
         given = [place for branch in order for place in branch.places]

@@ -3,8 +3,11 @@
 import dataclasses
 import hashlib
 import json
+import logging.handlers
+import signal
 import subprocess
 import sys
+import warnings
 import zlib
 from pathlib import Path
 
@@ -265,3 +268,43 @@ def test_traces_in_threads_miss_no_effect_of_one_another(monkeypatch, capsys):
     print("from the second")
     assert second.found() == "its trace writes to stdout"
     assert "write" not in vars(sys.stdout)
+
+
+def warned(record):
+    with warnings.catch_warnings(record=record):
+        warnings.simplefilter("always")
+        warnings.warn("slow", stacklevel=1)
+
+
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [
+        (lambda: logging.getLogger("mine").error("traced"), "its trace logs"),
+        (lambda: logging.getLogger("jax._src.pjit").error("traced"), None),
+        (lambda: logging.getLogger("mine").debug("unseen"), None),
+        (lambda: warnings.warn("slow", stacklevel=1), "its trace warns"),
+        (lambda: warned(record=True), None),
+        (lambda: sys.setrecursionlimit(9999), "its trace changes the limit of recursion"),
+        (lambda: signal.signal(signal.SIGUSR2, print), "its trace changes the handlers of signals"),
+        (lambda: warnings.simplefilter("once"), "its trace changes the filters of warnings"),
+    ],
+)
+def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
+    """People log in a function how often jax traces it; only a handler's file, or a list, has that."""
+    handler = logging.handlers.BufferingHandler(100)
+    loggers = [logging.getLogger(name) for name in ("mine", "jax._src.pjit")]
+    before = sys.getrecursionlimit(), signal.getsignal(signal.SIGUSR2), logging.Handler.handle
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            effects = trace_effects.TraceEffects(len)
+            does()
+            assert effects.found() == found
+    finally:
+        sys.setrecursionlimit(before[0])
+        signal.signal(signal.SIGUSR2, before[1])
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert logging.Handler.handle is before[2]

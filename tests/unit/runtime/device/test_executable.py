@@ -21,6 +21,7 @@ from prejit.runtime import load
 from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.jax_arrays import to_jax
+from prejit.runtime.device.portable import stablehlo_module
 from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.errors import BuildError, ExecutableError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
@@ -157,6 +158,10 @@ def check_on_cpu(function, *arguments, device):
     exported = for_all_platforms(jitted, *map(jax.typeof, map(jax.numpy.asarray, arguments)))
     expected = jax.tree.leaves(jitted(*arguments))
     portable = exported.mlir_module_serialized
+    left = str(stablehlo_module(portable, exported.platforms, "cpu"))
+    assert "stablehlo.composite" not in left, (
+        "GPUs have a form of jnp.cumsum that XLA cannot split for CPUs"
+    )
     machine = CompileFor(platforms=exported.platforms)
     for program in (
         device.compile(portable, exported.platforms),
@@ -192,6 +197,7 @@ def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device):
         thrice,
         lambda x: (choose(x), jax.jit(choose)(x) * 2, lax.map(choose, x)),
         lambda x: inner.call(x) + choose(x),
+        lambda x: lax.fori_loop(0, 3, lambda _, y: jax.numpy.cumsum(y) + choose(y), x),
     ):
         check_on_cpu(function, x, device=device)
     square = np.random.default_rng(0).random((3, 3), np.float32)

@@ -57,7 +57,9 @@ def jitted_split(options: Any, names: Sequence[str | int], where: str) -> tuple[
             hint="leave in_shardings and out_shardings out for one device",
         )
     mesh = next((Mesh.of(**each.shape) for each in meshes), None)
-    return mesh, {place: axes for place, axes in split.items() if axes}
+    # A result is whole if out_shardings has it so, also one that an argument's sharding would be for.
+    is_result = {place: place.partition(".")[0] == "result" for place in split}
+    return mesh, {place: axes for place, axes in split.items() if axes or is_result[place]}
 
 
 def _first(side: str, steps: Sequence[str], names: Sequence[str | int]) -> Iterator[str]:

@@ -92,5 +92,6 @@ def split_results(
         for place, array in enumerate(branch.arrays):
             own = shardings.of(("result", *array.path), array.shape)
             inherited = () if same is None else same.arrays[place].sharding
-            split.append(replace(array, sharding=own or inherited))
+            chosen = own or inherited
+            split.append(replace(array, sharding=chosen if any(chosen) else ()))
     return tuple(split)

@@ -52,6 +52,8 @@ NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "u
 """How the names of dtypes begin that have fewer bits than float32."""
 _MOST_WORK = 1 << 42
 """A program that reads more bytes than this for all its tokens together is not asked: it takes too long."""
+_CALL_SECONDS = 60.0
+"""CPU time limit of a user's function. A loop may never end with arguments that mean nothing."""
 _PORTABLE = "portable"
 _CHILD = "prejit.compiler.pipeline.measure.golden_child"
 
@@ -118,7 +120,7 @@ def with_golden_answers(
     """Return the targets of a bundle, their programs with golden answers: from the store, or asked for now.
 
     A program that fails here, or is too large for this machine, has none. The progress says so. The time
-    limit is for all programs together.
+    limit is for all programs together, up to one that ends their process.
     """
     answering = answering_target(targets)
     weights = _layer(answering.target, WEIGHTS_MEDIA_TYPE)
@@ -223,12 +225,15 @@ def _ask(
             asked.append(f"{name} {tolerance}")
         else:
             progress.note(f"{name} gets no golden answer: {reason}")
-    if not asked:
-        return {}
-    request, given = golden_request(answering, asked)
-    content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
-    answers, ended = ask(_CHILD, content, timeout_seconds, threads=answering.threads)
-    return _read(answers, asked, ended, progress)
+    found: dict[tuple[str, int], str] = {}
+    while asked:
+        request, given = golden_request(answering, asked)
+        content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
+        answers, ended = ask(_CHILD, content, timeout_seconds, threads=answering.threads)
+        ends = len(answers) + 1  # the next one ended the process
+        found |= _read(answers, asked[:ends], ended, progress)
+        asked = asked[ends:]
+    return found
 
 
 def golden_request(
@@ -247,6 +252,7 @@ def golden_request(
         tuple(wanted),
         None if path is None else str(path),
         tuple(each if isinstance(each, str) else len(each) for each in layers),
+        _CALL_SECONDS,
     )
     return request, [each for each in layers if isinstance(each, bytes)]
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import mmap
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from prejit.compiler.base.process_errors import error_text
+from prejit.runtime.base.child_process import end_with_parent
 from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
 from prejit.runtime.device import kernels
@@ -50,6 +52,7 @@ class GoldenRequest:
         weights: file of the weights; None: there are none.
         layers: executables, portable programs, kernels and libraries: the file of each, or the number of its
             bytes that follow. Without kernels these are 0 bytes.
+        call_seconds: CPU time limit of a user's function, which SIGPROF ends with this process.
     """
 
     config: str
@@ -59,6 +62,7 @@ class GoldenRequest:
     wanted: tuple[str, ...]
     weights: str | None
     layers: tuple[str | int, ...]
+    call_seconds: float
 
 
 def main() -> None:
@@ -66,6 +70,7 @@ def main() -> None:
     request = from_plain(GoldenRequest, json.loads(sys.stdin.buffer.readline()))
     for answer in _answers(request, open_programs(request, sys.stdin.buffer)):
         print(json.dumps(answer), flush=True)
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _mapped(path: str) -> Content:
@@ -78,7 +83,7 @@ def _answers(request: GoldenRequest, programs: Programs) -> Iterator[dict[str, A
         name, _, tolerance = wanted.rpartition(" ")
         answer: dict[str, Any] = {"program": name, "tolerance": int(tolerance)}
         try:
-            answer["results"] = _ask(programs, name, int(tolerance), request.seed)
+            answer["results"] = _ask(programs, name, int(tolerance), request)
         except Exception as error:
             answer["error"] = error_text(error)
         yield answer
@@ -112,10 +117,12 @@ def open_programs(request: GoldenRequest, following: BinaryIO) -> Programs:
     )
 
 
-def _ask(programs: Programs, name: str, tolerance: int, seed: int) -> str:
-    program, executable = programs.table[name], programs[name]
+def _ask(programs: Programs, name: str, tolerance: int, request: GoldenRequest) -> str:
+    program, executable, seed = programs.table[name], programs[name], request.seed
+    is_call = program.kind == "call"
+    signal.setitimer(signal.ITIMER_PROF, request.call_seconds if is_call else 0)
     found = _sampled(programs, program, executable, tolerance, seed, 0.0)
-    if program.kind == "call":
+    if is_call:
         again = _sampled(programs, program, executable, tolerance, seed, NUDGE)
         found = tuple(
             one if one is not None and other is not None and _is_near(one, other) else None
@@ -152,4 +159,5 @@ def _is_near(one: GoldenResult, other: GoldenResult) -> bool:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()

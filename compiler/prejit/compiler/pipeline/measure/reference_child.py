@@ -16,6 +16,7 @@ import numpy as np
 
 from prejit.compiler.base.process_errors import error_text
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest, open_programs
+from prejit.runtime.base.child_process import end_with_parent
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.device.transfer import dtype_of, to_numpy
 from prejit.runtime.errors import BuildError
@@ -188,4 +189,5 @@ def _golden(
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()

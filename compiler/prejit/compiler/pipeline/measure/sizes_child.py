@@ -24,6 +24,7 @@ import numpy as np
 
 from prejit.compiler.base.process_errors import error_text
 from prejit.compiler.pipeline.plan import StoredTrial
+from prejit.runtime.base.child_process import end_with_parent
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.portable import specialize
@@ -314,4 +315,5 @@ def _as_doubles(value: Values) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()

@@ -12,12 +12,15 @@ import decimal
 import functools
 import inspect
 import io
+import logging
 import random
+import signal
 import sys
 import threading
+import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +37,14 @@ class TraceEffects:
         self._roots = dict(_roots(function))
         self._before = {name: _state(root) for name, root in self._roots.items()}
         self._settings = _settings()
-        self._streams = {name: _Stream(name) for name in ("stdout", "stderr")}
+        self._outputs = _outputs()
 
     def found(self) -> str | None:
         """Return what the trace has changed; None: nothing was found. To be called once."""
-        streams, self._streams = self._streams, {}
-        written = [name for name, stream in streams.items() if stream.close()]
-        if written:
-            return f"its trace writes to {written[0]}"
+        outputs, self._outputs = self._outputs, {}
+        done = [what for what, calls in outputs.items() if calls.close()]
+        if done:
+            return f"its trace {done[0]}"
         settings = _settings()
         for name, before in self._settings.items():
             if settings[name] != before:
@@ -54,40 +57,72 @@ class TraceEffects:
         return None
 
 
-class _Stream:
-    """Notes whether something is written to a stream of Python, by any thread: it may be a trace's."""
+class _Calls:
+    """Notes whether an attribute of an object is called, by any thread: it may be a trace's.
 
-    def __init__(self, name: str) -> None:
-        self._stream: Any = getattr(sys, name)
-        is_text = isinstance(self._stream, io.TextIOBase)
-        if is_text and "write" not in vars(self._stream):
-            self._stream.write = _CountedWrite(self._stream.write)
+    Args:
+        owner: the object.
+        name: the attribute. It may be one that the class of `owner` has.
+        counts: returns whether a call with these arguments counts.
+    """
+
+    def __init__(self, owner: Any, name: str, counts: Callable[..., bool]) -> None:
+        self._owner, self._name, own = owner, name, vars(owner).get(name)
+        if not hasattr(own, "calls"):
+            setattr(owner, name, _counted(getattr(owner, name), own, counts))
         # Traces in other threads share it.
-        self._write = getattr(self._stream, "write", None)
-        if isinstance(self._write, _CountedWrite):
-            self._write.users += 1
-            self._before = self._write.count
+        self._call: Any = getattr(owner, name)
+        self._call.users += 1
+        self._before = self._call.calls
 
     def close(self) -> bool:
-        """Return whether something was written. To be called once."""
-        if not isinstance(self._write, _CountedWrite):
-            return False
-        self._write.users -= 1
-        if not self._write.users:
-            vars(self._stream).pop("write", None)
-        return self._write.count > self._before
+        """Return whether it was called. To be called once."""
+        self._call.users -= 1
+        if not self._call.users and vars(self._owner).get(self._name) is self._call:
+            if self._call.own is None:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._call.own)
+        return bool(self._call.calls > self._before)
 
 
-class _CountedWrite:
-    """The `write` of a stream, and how often it was called."""
+def _counted(plain: Any, own: Any, counts: Callable[..., bool]) -> Any:
+    """Return a function that counts its calls; `own` is what stands in its place if nobody counts."""
 
-    def __init__(self, write: Any) -> None:
-        self._write = write
-        self.count = self.users = 0
+    def counted(*arguments: Any, **named: Any) -> Any:
+        call.calls += counts(*arguments)
+        return plain(*arguments, **named)
 
-    def __call__(self, text: Any) -> Any:
-        self.count += 1
-        return self._write(text)
+    call: Any = counted
+    call.calls, call.users, call.own = 0, 0, own
+    return call
+
+
+def _is_free(stream: Any, name: str) -> bool:
+    """Return whether a program has not set an attribute of a stream itself."""
+    return name not in vars(stream) or hasattr(vars(stream)[name], "calls")
+
+
+def _outputs() -> dict[str, _Calls]:
+    """Return what tells whether a trace prints, logs or warns, by what it does."""
+    found = {}
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOBase) and _is_free(stream, "write"):
+            found[f"writes to {name}"] = _Calls(stream, "write", lambda *_: True)
+    # Handlers write to files that are open, and keep records. jax itself logs that it traces.
+    found["logs"] = _Calls(
+        logging.Handler, "handle", lambda _, record: not record.name.startswith("jax.")
+    )
+    # One who collects warnings sees them nowhere else, unless the trace itself collects them.
+    shown = warnings.showwarning, vars(warnings).get("_showwarnmsg_impl")
+    if hasattr(warnings, "_showwarnmsg"):
+        found["warns"] = _Calls(
+            warnings,
+            "_showwarnmsg",
+            lambda _: shown == (warnings.showwarning, vars(warnings).get("_showwarnmsg_impl")),
+        )
+    return found
 
 
 def _roots(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -209,4 +244,7 @@ def _settings() -> dict[str, Any]:
         "how numpy prints": repr(np.get_printoptions()),
         "the precision of decimals": (decimal.getcontext().prec, decimal.getcontext().rounding),
         "sys.path": [*sys.path],
+        "the filters of warnings": [*map(id, warnings.filters)],
+        "the handlers of signals": [*map(signal.getsignal, signal.valid_signals())],
+        "the limit of recursion": sys.getrecursionlimit(),
     }

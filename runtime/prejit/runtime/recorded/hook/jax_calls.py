@@ -117,8 +117,10 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
     Raises:
         AttributeError, ImportError: this jax has other parts.
     """
-    from jax._src import core, dispatch, pjit, tree_util
+    from jax._src import core, dispatch, pjit, traceback_util, tree_util
     from jax._src.lib import jax_jit
+
+    traceback_util.register_exclusion(__file__)  # its frames tell nobody of the program's error
 
     infer, run, path = pjit._infer_params, pjit._run_python_pjit, pjit._get_fastpath_data
     run_part = pjit._pjit_call_impl_python
@@ -140,6 +142,8 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
             try:
                 call = described(function, info, args, kwargs)
             except Exception:  # jax says below what is wrong with the arguments
+                call = None
+            if call is None:
                 return infer(function, info, args, kwargs)
             kept = started(frame, call)
             if kept is not None:

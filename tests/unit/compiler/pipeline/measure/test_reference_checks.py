@@ -5,9 +5,11 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import prejit.runtime
 from prejit.compiler import BuildError, ManifestError, Program, ProgramCheck, build, read_manifest
+from prejit.compiler.pipeline.measure import golden_answers
 from prejit.compiler.pipeline.measure.reference_checks import SOURCE
 from prejit.compiler.pipeline.pack.user_sources import manifest_sources
 from prejit.runtime.cli.commands import run
@@ -163,3 +165,21 @@ def test_a_manifest_names_a_function_of_its_own_module(tmp_path, build_cache):
     with pytest.raises(BuildError, match=r"b\.toml: program score: .* what expected:double has"):
         build(manifest, tmp_path, cache=build_cache, quiet=True)
     assert path.exists()
+
+
+def endless(x):
+    return lax.while_loop(lambda n: n != 7, lambda n: n + 2, x.shape[0] * 2)
+
+
+def test_a_loop_that_never_ends_loses_its_own_golden_answer_alone(
+    build_cache, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(golden_answers, "_CALL_SECONDS", 1.0)
+    args = ["float32[2]"]
+    programs = [Program(fn.__name__, fn=fn, args=args) for fn in (endless, jnp.sin)]
+    path = build(programs, tmp_path, name="loops", cache=build_cache).path
+    assert "endless gets no golden answer: its process took too long" in capsys.readouterr().err
+    with prejit.runtime.load(path) as bundle:
+        golden = {each.name: each.golden for each in bundle.config.programs}
+    assert golden["endless"] is None
+    assert golden["sin"].source == "cpu-host"
