@@ -51,6 +51,8 @@ STORING = (
         f"prejit.compiler.lowering.user.{name}"
         for name in ("observing", "observer", "modules", "trace_inputs")
     ),
+    # Methods of dataclasses, as those that the standard library generates.
+    "prejit.runtime.records",
     "prejit.compiler.base.python_source:is_in_package",
     "prejit.compiler.manifest.manifest",
 )
