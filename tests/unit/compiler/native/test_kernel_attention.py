@@ -249,6 +249,19 @@ def test_what_is_no_number_reaches_those_who_see_it_alone(kernels):
     assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_the_largest_score_may_become_huge_with_a_later_key(kernels, tokens, dtype):
+    at = {"start": np.array([300]), "length": np.array([tokens])}
+    case = drawn(9, size=8, slots=320, tokens=tokens, dtype=dtype, scale=1.0, **at)
+    case.query[:] = 1
+    for power, sign in itertools.product((12, 14, 17, 20, 22), (-1, 1)):
+        case.keys[:] = case.new_keys[:] = 0
+        case.keys[..., 0] = case.new_keys[..., 0] = sign * 2.0**power
+        case.keys[..., 1], case.new_keys[..., 1] = -3, 2
+        np.testing.assert_allclose(run(case, kernels)[0], reference(case)[0], atol=0.01)
+
+
 def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels):
     case = drawn(7, batch=4, size=8, slots=16, tokens=4, length=np.full(4, 4))
     most = np.iinfo(np.int32).max

@@ -196,8 +196,8 @@ struct Base {
   Floats exponent, high, low;
 };
 
-// From here on a score's last bit is worth more than rounding, and it is subtracted itself.
-constexpr float kHuge = 0x1p20f;
+// From here on a score's last bit is worth as much as rounding, and it is subtracted itself. Below, `high` is exact.
+constexpr float kHuge = 0x1p14f;
 
 PREJIT_INLINE auto is_huge(Floats score) { return (score >= splat(kHuge)) | (score <= splat(-kHuge)); }
 
@@ -209,10 +209,13 @@ PREJIT_INLINE Base base_of(Floats most) {
   return {exponent, huge ? score : exponent * 0.693359375f, huge ? Floats{} : exponent * -2.12194440e-4f};
 }
 
-// Returns the factor of sums whose largest score was `before` and is `top` now, the same or larger.
+// Returns the factor of sums whose largest score was `before` and is `top` now, the same or larger. It may be above 1
+// if only `top` is huge.
 PREJIT_INLINE Floats rescaling(Floats before, Floats top) {
-  const Floats power = power_of_two(base_of(before).exponent - base_of(top).exponent);
-  return is_huge(before) | is_huge(top) ? exp_negative(before - base_of(top).high) : power;
+  const Base from = base_of(before), to = base_of(top);
+  const Floats high = before == splat(-__builtin_inff()) ? before : from.high;
+  const Floats exponential = exp_negative(high - to.high + (from.low - to.low));
+  return is_huge(before) | is_huge(top) ? exponential : power_of_two(from.exponent - to.exponent);
 }
 
 // Turns the scores of `rows` rows from `first` on into weights, and rescales the sums to the largest score.
