@@ -15,7 +15,6 @@ from tests.processes import ran
 
 from .snippets import ROOT
 
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 DEMO = """
 [bundle]
 name = "demo"
@@ -78,12 +77,7 @@ def readers_directory(shell, tmp_path_factory):
     manifests = directory / "manifests"
     for place in (directory, manifests):
         place.mkdir(exist_ok=True)
-        model = place / "demo-model"
-        shutil.copytree(ROOT / "manifests" / "demo-model", model)
-        config = json.loads((model / "tokenizer_config.json").read_text())
-        (model / "tokenizer_config.json").write_text(
-            json.dumps(config | {"chat_template": CHAT_TEMPLATE})
-        )
+        shutil.copytree(ROOT / "manifests" / "demo-model", place / "demo-model")
     (manifests / "demo.toml").write_text(DEMO)
     write_encoder(directory / "encoder-model", pieces=True)
     (directory / "text.txt").write_text("import os\n" * 100)

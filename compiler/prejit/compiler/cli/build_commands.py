@@ -88,8 +88,8 @@ TIMEOUT = click.option(
 @click.option(
     "--measure/--no-measure",
     default=None,
-    help="Measure how products are computed fastest: all of them, or none (default: large ones that no "
-    "table has).",
+    help="Measure how products are computed fastest: all of them, or none, nor an encoder's programs "
+    "(default: large ones that no table has).",
 )
 @click.option(
     "--retrace",

@@ -28,7 +28,7 @@ class BuildOptions:
         progress: shows every step.
         forms: a table of measured forms, which goes before all others.
         measure: which products are measured. True: those that this machine has not measured itself; False:
-            none; None: large ones that no table has.
+            none, nor an encoder's programs unless there are shards; None: large ones that no table has.
         timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
             and of asking all programs for their golden answers.
         retrace: whether the user's code is traced again, whatever the store has.

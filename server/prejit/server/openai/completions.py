@@ -16,7 +16,7 @@ from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
-from prejit.server.openai.bodies import ResponseFields, encode, identity, read
+from prejit.server.openai.bodies import ResponseFields, check_only, encode, identity, read
 from prejit.server.openai.engine_calls import TextCall, text_call
 from prejit.server.openai.event_streams import EventStream, around_choices, ending
 from prejit.server.openai.logprobs import (
@@ -46,7 +46,7 @@ class CompletionRequest(Sampled, frozen=True, kw_only=True):
         best_of: not supported beyond 1.
         echo: begin each text with its prompt, and `logprobs` with its tokens.
         logprobs: return log-probabilities, and those of this many of the most likely tokens.
-        suffix: not supported.
+        suffix: not supported but as an empty text.
         add_special_tokens: whether the tokenizer adds its own to a prompt. Default: true. As vLLM has it.
     """
 
@@ -56,7 +56,7 @@ class CompletionRequest(Sampled, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool | None = None
     logprobs: Logprobs | None = None
-    suffix: Literal[""] | None = None
+    suffix: str | None = None
     add_special_tokens: bool | None = None
 
 
@@ -117,6 +117,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
 
 
 def _check(body: CompletionRequest) -> None:
+    check_only(body, {"suffix": ""})
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise field_error(
             "best_of",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots `_Counter[int](...)` is a TypeError in Python 3.11
 class _Metric(Generic[_T]):
     """A metric with one value for each bundle, or for each kind of its requests.
 

@@ -171,12 +171,15 @@ def measure_costs(
 ) -> dict[tuple[str, str], int]:
     """Return the microseconds of one run of an encoder's programs, by program and target.
 
-    A target that this machine cannot run gets the figures of one that it can run, else estimates.
+    A target that this machine cannot run gets the figures of one that it can run, else estimates. A build
+    with `--no-measure` has estimates alone, also where the store has figures: its bytes are those of any
+    machine. The shards of a build measure once, and share the figures by their store.
     """
     if manifest.encode is None or weights is None or not isinstance(weights.content, Path):
         return {}
-    found: dict[str, dict[str, int]] = {}
-    for target in targets:
+    found: dict[str, dict[str, int]] = {target.tools.name: {} for target in targets}
+    measures = service.measure is not False or service.shard is not None
+    for target in targets if measures else ():
         with service.progress.phase(f"measuring programs of {target.tools.name}"):
             found[target.tools.name] = _measured(manifest, target, weights.content, service)
     any_measured = next(filter(None, found.values()), {})

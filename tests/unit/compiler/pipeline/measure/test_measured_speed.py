@@ -8,6 +8,7 @@ from types import SimpleNamespace as Stub
 
 import pytest
 
+from prejit.compiler.compile.worker import worker_timing
 from prejit.compiler.pipeline.measure import measured_speed
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.store_interface import Key
@@ -35,7 +36,7 @@ def costs_of(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_speed, "requirement_of", lambda *_: None)
     monkeypatch.setattr(measured_speed, "compare", lambda *_: Stub(matches=True))
 
-    def costs(names, speed):
+    def costs(names, speed, measure=None, shard=None):
         worker = Worker(speed)
         monkeypatch.setattr(measured_speed, "WorkerProcess", worker)
         executables = [
@@ -50,7 +51,12 @@ def costs_of(tmp_path, monkeypatch):
         tools = Stub(name="cpu-host", toolchain=Stub(target=Stub(platform="cpu")))
         target = Stub(tools=tools, library=None, executables=executables, results=())
         services = Stub(
-            store=store, progress=progress, jobs=Stub(wait=lambda: None), timeout_seconds=9
+            store=store,
+            progress=progress,
+            jobs=Stub(wait=lambda: None),
+            timeout_seconds=9,
+            measure=measure,
+            shard=shard,
         )
         manifest = Stub(encode=True)
         found = measured_speed.measure_costs(manifest, [target], Stub(content=Path("w")), services)
@@ -63,3 +69,25 @@ def test_costs_that_are_compared_are_measured_together(costs_of):
     assert costs_of(["a", "b"], speed=100) == ({"a": 100, "b": 200}, ["a", "b"])  # a busy machine
     assert costs_of(["a", "b"], speed=10) == ({"a": 100, "b": 200}, [])
     assert costs_of(["a", "b", "c"], speed=10) == ({"a": 10, "b": 20, "c": 30}, ["a", "b", "c"])
+
+
+def test_a_build_that_measures_nothing_has_the_costs_of_any_machine(costs_of):
+    """Its bundle differed between two builds. Shards measure no products, but share these figures."""
+    assert costs_of(["a"], speed=100) == ({"a": 100}, ["a"])
+    assert costs_of(["a", "b"], speed=100, measure=False) == ({"a": 7, "b": 7}, [])
+    assert costs_of(["a"], speed=10, measure=False, shard="1/2") == ({"a": 100}, [])
+
+
+def test_measuring_ends_in_time_where_a_program_is_faster_than_its_call(monkeypatch):
+    """An encoder of one layer took a minute: only the microseconds of the programs were counted."""
+    now = [0.0]
+    monkeypatch.setattr(worker_timing.time, "perf_counter", lambda: now[0])
+    runs = []
+
+    def run():
+        runs.append(None)
+        now[0] += 0.01  # copies of the arguments, mostly
+        return 1e-6
+
+    assert worker_timing._least_of(run, 0.1) == 1e-6
+    assert len(runs) <= 12
