@@ -17,6 +17,7 @@ from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.checkpoint.checkpoint import no_encoder, open_checkpoint, open_encoder
 from prejit.compiler.models import config_file, image_config, model_registry
+from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.encoder_table import ENCODERS
 from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.image_table import IMAGE_MODELS
@@ -145,11 +146,13 @@ def _sizes(dtype: str, module: Any) -> StoredSizes:
     mixtures = (getattr(part, "mixture", None) for part in parts.values())
     chosen = next((each.routing.chosen for each in mixtures if each is not None), 0)
     has_head = any(path and path[-1] == "lm_head" for path in parts)
-    for part in parts.values():
+    # a table that is the head, too, is read whole; others are of positions or of layers
+    tied = module.names.embedding if isinstance(module, TextDecoder) and not has_head else None
+    for path, part in parts.items():
         if isinstance(part, ExpertMatrices):
             count = part.weight.shape[0]
             unread += _bytes(nnx.state(part)) * (count - chosen) // count
-        elif isinstance(part, Embedding) and has_head:
+        elif isinstance(part, Embedding) and (has_head or (tied and path[-1] != tied)):
             rows = part.weight.shape[0]
             unread += _bytes(nnx.state(part)) * (rows - 1) // rows
     return StoredSizes(dtype, whole, whole - unread, _BUILD_BYTES + largest)

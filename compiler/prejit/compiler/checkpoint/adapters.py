@@ -150,7 +150,7 @@ def merged(
     for published, tensor in tensors(weights).items():
         problems += not_float(published, tensor)
         name = published.removeprefix(PREFIX)
-        if name.startswith(naming.ignored):
+        if naming.ignores(name, name_of(name)):
             continue
         end = next((end for end in (*_A, *_B, *_MAGNITUDE) if name.endswith(f".{end}")), None)
         if end is not None:

@@ -360,9 +360,9 @@ def _named(
     for name, tensor in published.items():
         if name in taken:
             continue
-        if name.endswith(naming.buffers) or name.startswith(naming.ignored):
-            continue
         ours = _our_name(name, naming)
+        if name.endswith(naming.buffers) or naming.ignores(name, ours):
+            continue
         if (piece := piece_of(ours, naming)) is not None:
             problems += not_float(name, tensor)
             ours, expert, part = piece

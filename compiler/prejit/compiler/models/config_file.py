@@ -42,6 +42,8 @@ _SCORES = "ForSequenceClassification"
 """The end of the names of classes that score texts."""
 
 _CAP = "final_logit_softcapping"
+_TUNING = "attn_temperature_tuning"
+"""A flag that is 4 in the published files of Llama 4, as transformers 4 wrote it; 5 refuses a number."""
 _MOST_LABELS = 2**16
 
 _UNREAD = frozenset(
@@ -201,6 +203,8 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
             f"{file}: {prefix}model_type: the transformers installed here does not have {shown(family)}",
             hint="pip install --upgrade transformers",
         )
+    if type(text.get(_TUNING)) is int:
+        text[_TUNING] = text[_TUNING] != 0
     check_file(file, text, families[family].keys, CONFIG_MAPPING[family], prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:

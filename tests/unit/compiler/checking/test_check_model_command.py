@@ -147,3 +147,10 @@ def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, cap
     assert main(["check-model", str(tmp_path / "mixture")]) != 0
     said = "num_experts_per_tok: expected at most num_experts = 4, found 9"
     assert said in capsys.readouterr().err
+    case = next(case for case in sibling_cases.cases() if case.name == "gemma4-0")
+    case.write(tmp_path / "layers")  # its head is its embedding, beside a table for the layers
+    assert main(["check-model", str(tmp_path / "layers")]) == 0
+    parameters = sum(math.prod(shape) for shape in case.tensor_shapes.values())
+    rows, width = case.tensor_shapes["model.embed_tokens_per_layer.weight"]
+    read = size(4 * (parameters - (rows - 1) * width))
+    assert re.search(rf"^float32 .* {re.escape(read)}  ", capsys.readouterr().out, re.MULTILINE)

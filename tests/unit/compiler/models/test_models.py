@@ -116,11 +116,15 @@ def test_the_text_part_of_a_later_model_is_read_as_published(model, tmp_path):
         unread = ["language_model.layers.4.self_attn.k_proj.weight", "vision_tower.x"]
         kind = "gemma4"
     tied = case.config["tie_word_embeddings"]
-    both = {"model_type": kind, "text_config": case.config, "tie_word_embeddings": tied}
+    text = case.config | ({"attn_temperature_tuning": 4} if kind == "llama4" else {})
+    both = {"model_type": kind, "text_config": text, "tie_word_embeddings": tied}
     further = {f"model.{name}": (3, 3) for name in unread}
     replace(case, config=both, shapes=shapes | further).write(tmp_path)
     names = open_checkpoint(tmp_path).names
     assert len(names) == len(shapes.keys() - ({"lm_head.weight"} if tied else set()))
+    made = model_registry.make_decoder(config_file.load_config(tmp_path))
+    growths = {layer.heads.rotary.growth for layer in made.model.layers if layer.heads.rotary}
+    assert growths == ({0.0, 0.5} if kind == "llama4" else {0.0})
 
 
 def test_a_config_that_is_none_is_refused(tmp_path):

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from prejit.compiler.models.families.decoder_family import DecoderFamily, Experts, MixtureSettings
 from prejit.compiler.models.layers.experts import (
@@ -45,10 +44,10 @@ def place_experts(
     # ERNIE's files hold a row of corrections for each group of experts, and have one group
     corrections = (1, count) if routing.is_softmax else (count,)
     correction = corrections if routing.is_corrected else None
-    router: nnx.Module = Router(width, count, bias=bias, correction=correction)
-    place(
-        block, names.router, NormedRouter(width, count, epsilon) if experts.norms_router else router
-    )
+    if experts.norms_router:
+        place(block, names.router, NormedRouter(width, count, epsilon))
+    else:
+        place(block, names.router, Router(width, count, bias=bias, correction=correction))
     latent = experts.latent(config)
     block.has_latent = latent is not None
     if latent is not None:

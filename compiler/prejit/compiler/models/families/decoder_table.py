@@ -66,10 +66,9 @@ NAMING = Naming(
     embedding="model.embed_tokens.weight",
     buffers=(".rotary_emb.inv_freq",),
 )
-_IMAGES = ("vision_tower.", "multi_modal_projector.")
 TEXT_PART = replace(
     NAMING,
-    ignored=(*_IMAGES, *(f"model.{part}" for part in _IMAGES)),
+    ignored=("model.vision_tower.", "model.multi_modal_projector."),
     # the names in which transformers 5, 4.52 and older saved models that read images
     moved=(
         ("model.language_model.", "model."),
@@ -82,11 +81,7 @@ _TOWER = "vision_tower."
 SEEING = replace(
     NAMING,
     # The decoder reads what the tower finds in each patch, and not what its head makes of all.
-    ignored=tuple(
-        f"{start}{_TOWER}{vision}head."
-        for start in ("", "model.")
-        for vision in ("", "vision_model.")
-    ),
+    ignored=(f"model.{_TOWER}head.",),
     moved=(
         *TEXT_PART.moved,
         *((f"{start}{_TOWER}vision_model.", f"model.{_TOWER}") for start in ("", "model.")),

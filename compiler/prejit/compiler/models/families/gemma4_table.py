@@ -53,6 +53,7 @@ _UNIFIED = replace(
     norms_values=True,
     scale=lambda config, layer: 1.0,
 )
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 _OF_EXPERTS = ("num_experts", "moe_intermediate_size", "top_k_experts")
 _GEMMA4 = replace(
     _UNIFIED,
@@ -60,8 +61,8 @@ _GEMMA4 = replace(
         _UNIFIED.names,
         router="router",
         experts_norm="pre_feedforward_layernorm_2",
-        experts_up="experts.gate_up_proj",
-        experts_down="experts.down_proj",
+        experts_up=_EXPERTS[0],
+        experts_down=_EXPERTS[1],
         after_experts="post_feedforward_layernorm_2",
         shared_up=_UNIFIED.names.up,
         shared_down=_UNIFIED.names.down,
@@ -81,8 +82,7 @@ def _unused(config: Any) -> Iterator[str]:
     """Yield the prefixes of the keys and values that checkpoints hold of layers that read those of others."""
     for layer in range(_first_sharing(config), config.num_hidden_layers):
         for name in ("k_proj", "v_proj", "k_norm", "v_norm"):
-            for start in ("", "model.", "model.language_model.", "language_model.model."):
-                yield f"{start}layers.{layer}.self_attn.{name}."
+            yield f"model.layers.{layer}.self_attn.{name}."
 
 
 def _check(family: DecoderFamily, config: Any) -> None:
@@ -133,26 +133,14 @@ def _family(family: DecoderFamily, *keys: str) -> Family:
         *("global_head_dim", "num_global_key_value_heads", *keys),
         naming=replace(
             TEXT_PART,
-            ignored=tuple(
-                f"{start}{part}."
-                for start in ("", "model.")
-                for part in (
-                    "vision_tower",
-                    "audio_tower",
-                    "embed_vision",
-                    "embed_audio",
-                    "vision_embedder",
-                )
+            ignored=(
+                *("model.vision_tower.", "model.audio_tower.", "model.vision_embedder."),
+                *("model.embed_vision.", "model.embed_audio."),
             ),
             renamed=(
-                *(
-                    (f".experts.{name}", f".experts.{name}.weight")
-                    for name in ("gate_up_proj", "down_proj")
-                ),
-                (
-                    ".router.weight",
-                    ".router.scale",
-                ),  # the end of a norm's name in flax, which became weight
+                *((f".{name}", f".{name}.weight") for name in _EXPERTS),
+                # .scale is the end of a norm's name in flax, so it became .weight
+                (".router.weight", ".router.scale"),
                 (".router.proj.weight", ".router.weight"),
             ),
             unused=_unused,

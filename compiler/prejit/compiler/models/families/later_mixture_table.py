@@ -215,17 +215,11 @@ LATER_MIXTURES: Mapping[str, Family] = {
     ),
     "llama4_text": rotary(
         _LLAMA4,
-        *(
-            "intermediate_size",
-            "no_rope_layers",
-            "layer_types",
-            "attention_chunk_size",
-            "moe_layers",
-        ),
-        *("use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale"),
+        *("intermediate_size", "no_rope_layers", "layer_types", "attention_chunk_size"),
+        *("moe_layers", "use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale"),
         naming=replace(
             TEXT_PART,
-            ignored=(*TEXT_PART.ignored, "vision_model.", "model.vision_model."),
+            ignored=(*TEXT_PART.ignored, "model.vision_model."),
             converted=tuple(
                 Converted(f".{name}.weight", (f".{name}",), "in out", is_interleaved=False)
                 for name in (_LLAMA4.names.experts_up, _LLAMA4.names.experts_down)

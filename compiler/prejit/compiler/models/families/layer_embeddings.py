@@ -18,14 +18,9 @@ from prejit.compiler.models.families.decoder_family import DecoderFamily
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.parameters import part_of, place
 
-_TABLE, _PRODUCT, _NORM = (
-    *("embed_tokens_per_layer", "per_layer_model_projection"),
-    "per_layer_projection_norm",
-)
-_GATE, _BACK, _AFTER = (
-    *("per_layer_input_gate", "per_layer_projection"),
-    "post_per_layer_input_norm",
-)
+_TABLE, _PRODUCT = "embed_tokens_per_layer", "per_layer_model_projection"
+_NORM = "per_layer_projection_norm"
+_GATE, _BACK, _AFTER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 
 
 def width_of(family: DecoderFamily, config: Any) -> int:

@@ -104,14 +104,15 @@ class Naming:
         embedding: name of the embedding's. A checkpoint of a tied model may hold either, or both if equal.
         in_out: suffixes of matrices that torch publishes (in, out).
         buffers: suffixes of tensors that are not parameters.
-        ignored: prefixes of tensors that the model does not use, such as those of an image encoder.
+        ignored: prefixes of tensors that the model does not use, such as those of an image encoder, as
+            published or with the prefixes of the module.
         moved: pairs of a published prefix and the module's.
         copies: other names under which checkpoints may hold the embedding once more.
         renamed: pairs of a published suffix and the module's.
         stacked: the parameters that checkpoints hold in parts.
         converted: the parameters that checkpoints hold in another form.
         beside: names of modules beside the transformer, such as a classifier, which get no prefix.
-        unused: returns prefixes of tensors that a configuration does not use.
+        unused: returns such prefixes that a configuration adds.
         drafts: key of the number of layers behind the last one that draft tokens, which are not used; empty:
             there are none.
     """
@@ -130,6 +131,10 @@ class Naming:
     beside: tuple[str, ...] = ()
     unused: Callable[[Any], Iterable[str]] = lambda config: ()
     drafts: str = ""
+
+    def ignores(self, published: str, ours: str) -> bool:
+        """Return whether the model does not use a tensor, by its published name and the module's."""
+        return published.startswith(self.ignored) or ours.startswith(self.ignored)
 
     def ignored_in(self, config: Any) -> tuple[str, ...]:
         """Return the prefixes of tensors that a model of this configuration does not use."""
