@@ -204,12 +204,12 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
             hint="pip install --upgrade transformers",
         )
     if type(text.get(_TUNING)) is int:
-        text[_TUNING] = text[_TUNING] != 0
+        text = {**text, _TUNING: text[_TUNING] != 0}
     check_file(file, text, families[family].keys, CONFIG_MAPPING[family], prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:
         config = CONFIG_MAPPING[family].from_dict(read)
-        if text is not content:
+        if prefix:
             # The only key that transformers reads beside text_config. Its default differs by family; a
             # checkpoint that does not fit it is refused.
             tied = text.get("tie_word_embeddings", content["model_type"].startswith("gemma"))

@@ -246,13 +246,13 @@ class Steps:
                     hint=how_to_name(key),
                 )
             slots[key] = results.pop(found[0])
-            for given, array in zip(branch.arrays, slots[key].arrays, strict=True):
-                if (
-                    given.sharding != array.sharding
-                ):  # XLA takes the parts of the one for those of the other
+            for argument, array in zip(branch.arrays, slots[key].arrays, strict=True):
+                # XLA takes the parts of the one for those of the other.
+                if argument.sharding != array.sharding:
                     raise UsageError(
-                        f"bind: expected the next {pytree.spell((key, *given.path[1:]))} of {program.name} "
-                        f"to be split along {[*given.sharding]}, as the argument, found {[*array.sharding]}",
+                        f"bind: expected the next {pytree.spell((key, *argument.path[1:]))} of "
+                        f"{program.name} to be split along {[*argument.sharding]}, as the argument, found "
+                        f"{[*array.sharding]}",
                         hint="build it with the same shardings of both; without those of the result it is "
                         "split as the argument",
                     )
