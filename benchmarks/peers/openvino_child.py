@@ -36,8 +36,8 @@ def pipeline(path: str, precision: str, new_tokens: int) -> tuple[Any, Any]:
     """Return a decoder, and options that generate greedily without end."""
     import openvino_genai
 
-    cache = "f32" if precision == "f32" and path.endswith("fp32") else "bf16"
-    told = {**properties(path, precision), "KV_CACHE_PRECISION": cache}
+    # In the precision of the arithmetic: prompts of int8 and int4 take a third longer with a narrower one.
+    told = {**properties(path, precision), "KV_CACHE_PRECISION": precision}
     config = openvino_genai.GenerationConfig()
     config.do_sample = False
     config.ignore_eos = True

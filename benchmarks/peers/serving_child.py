@@ -220,7 +220,7 @@ def openvino_client(path: str, slots: int) -> tuple[Callable[[], Ask], Callable[
     options = {
         "INFERENCE_PRECISION_HINT": "f32",
         "INFERENCE_NUM_THREADS": workload.threads(),
-        "KV_CACHE_PRECISION": "f32" if path.endswith("fp32") else "bf16",
+        "KV_CACHE_PRECISION": "f32",
         "CACHE_DIR": f"{path}-cache-batching",
     }
     pipeline = genai.ContinuousBatchingPipeline(path, scheduler, "CPU", options)
