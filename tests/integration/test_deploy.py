@@ -555,7 +555,7 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs=1 RealMemory=4096 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 SMALL = ("--cpus-per-task=1", "--mem=2G")
-"""What a job asks for: no more than the node of the test has."""
+"""Options of a job that the node of the test can run."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the configurations of the families of sibling_cases.py change of common sizes."""
+"""For each family of sibling_cases.py, the keys of its configurations and their values in each case."""
 
 from .cases import ACTIVATIONS, POSITIONS, pick, rope_keys
 
@@ -58,12 +58,12 @@ _WINDOWS = {
 
 
 def experts(count, inner="intermediate_size"):
-    """Few experts, of which a token has one, some or all but one."""
+    """Return numbers of experts for each case, and how many of them a token reads."""
     return {count: [4, 7, 5], "num_experts_per_tok": [2, 6, 1], inner: one_of(5, 8, 11)}
 
 
 def part_turns(number, random, config):
-    """Heads of which a part turns, as files of transformers 4 say it."""
+    """Return keys by which only a part of each head turns, in the form of transformers 4."""
     return {
         "hidden_size": 8 * config["num_attention_heads"],
         "partial_rotary_factor": [0.5, 0.25, 0.75][number],

@@ -119,8 +119,7 @@ class Generate:
         context: lengths of the KV cache in tokens; a cache grows from one to the next as its text grows.
         draft_tokens: largest number of draft tokens (prompt lookup) that one pass verifies; 0 builds no
             programs for drafts.
-        cache_dtype: dtype of the KV cache. Without it: bfloat16 if the weights of a `source` are not float32,
-            else float32.
+        cache_dtype: dtype of the KV cache; by default bfloat16 if the `dtype` of a `source` is not float32.
         source: of an encoder-decoder: numbers of places that its encoder reads, such as tokens or frames.
         images: of a model whose prompts may hold images: numbers of tokens that one prefill with images
             takes, each at least as many as an image has. Without it the model reads texts alone.

@@ -9,6 +9,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from prejit.runtime.errors import RejectError, StoreError
@@ -121,3 +122,12 @@ def measure(descriptor: int) -> str | None:
     if algorithm != _SHA256:
         return None
     return f"sha256:{answer[_HEAD.size : _HEAD.size + size].hex()}"
+
+
+def user_directory(variable: str, otherwise: str) -> Path:
+    """Return prejit's directory below what an XDG variable names, else below `otherwise`, such as "~/.cache".
+
+    Without a home it is below /nonexistent, not below a directory `~` of wherever the process runs.
+    """
+    base = os.environ.get(variable) or os.path.expanduser(otherwise)
+    return Path("/nonexistent" if base[0] == "~" else base, "prejit")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from prejit.runtime.base.files import Identity, digest_of, is_digest, store_errors
+from prejit.runtime.base.files import Identity, digest_of, is_digest, store_errors, user_directory
 from prejit.runtime.base.process_facts import is_plain_start
 from prejit.runtime.base.typed_json import from_plain, to_json
 from prejit.runtime.errors import RejectError, StoreError
@@ -30,8 +30,7 @@ def cache_root() -> Path:
     """Return the directory of the runtime's cache: `$PREJIT_RUNTIME_CACHE`, else one of the user's cache."""
     if root := os.environ.get("PREJIT_RUNTIME_CACHE"):
         return Path(root)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path("/nonexistent" if base[0] == "~" else base, "prejit", "runtime")  # no home
+    return user_directory("XDG_CACHE_HOME", "~/.cache") / "runtime"
 
 
 def is_own(status: os.stat_result) -> bool:

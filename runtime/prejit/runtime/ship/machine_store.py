@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.runtime.base.files import is_digest
+from prejit.runtime.base.files import is_digest, user_directory
 from prejit.runtime.base.written_files import lock_file, unlock, write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.layout import STORED, Layout
@@ -39,11 +39,10 @@ BUNDLES = "PREJIT_BUNDLES"
 
 
 def machine_store() -> MachineStore:
-    """Return the store of this machine. Without a home it is in /nonexistent, as nobody's files."""
+    """Return the store of this machine."""
     if given := os.environ.get(BUNDLES):
         return MachineStore(Path(given))
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return MachineStore(Path("/nonexistent" if base[0] == "~" else base, "prejit", "bundles"))
+    return MachineStore(user_directory("XDG_CACHE_HOME", "~/.cache") / "bundles")
 
 
 @dataclass(frozen=True, slots=True)

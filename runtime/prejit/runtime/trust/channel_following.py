@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+from prejit.runtime.base.files import user_directory
 from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import PolicyError, StoreError
 from prejit.runtime.machine.kept_files import is_own
@@ -105,12 +106,8 @@ _MAX_BYTES = 1 << 20
 
 
 def state_root() -> Path:
-    """Return the directory of states: `$XDG_STATE_HOME/prejit/trust`, else `~/.local/state/prejit/trust`.
-
-    Without a home it is in /nonexistent: a process in another working directory must find the same state.
-    """
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path("/nonexistent" if base[0] == "~" else base, "prejit", "trust")
+    """Return the directory of states: `$XDG_STATE_HOME/prejit/trust`, else `~/.local/state/prejit/trust`."""
+    return user_directory("XDG_STATE_HOME", "~/.local/state") / "trust"
 
 
 @final

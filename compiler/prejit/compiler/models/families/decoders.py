@@ -198,7 +198,7 @@ class Block(nnx.Module):
         self.has_xielu = self.activation == "xielu"
         self.clip: float | None = getattr(config, family.clip) if family.clip else None
         self.is_latent, self.gates_attention = family.is_latent, family.gates_attention
-        self.layer_embeddings = layer_embeddings.width_of(family, config)
+        self.layer_embeddings = family.layer_embeddings(config)
         self.feeds = family.feeds(config, layer)
         self.has_state = family.has_state(config, layer)
         if self.has_state and family.states is not None:

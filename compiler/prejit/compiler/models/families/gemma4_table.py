@@ -115,7 +115,7 @@ def _check(family: DecoderFamily, config: Any) -> None:
                 raise unsupported(config, f"{key}: expected a number for experts, found null")
         if first < count:
             require(config, "use_double_wide_mlp", config.use_double_wide_mlp, [False])
-    if family.layer_embeddings is not None and family.layer_embeddings(config):
+    if family.layer_embeddings(config):
         rows = config.vocab_size_per_layer_input
         if rows < config.vocab_size:
             raise unsupported(

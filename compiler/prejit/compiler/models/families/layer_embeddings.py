@@ -23,14 +23,9 @@ _NORM = "per_layer_projection_norm"
 _GATE, _BACK, _AFTER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 
 
-def width_of(family: DecoderFamily, config: Any) -> int:
-    """Return P; 0 if the model has no such embeddings."""
-    return 0 if family.layer_embeddings is None else family.layer_embeddings(config)
-
-
 def place_tables(stack: nnx.Module, family: DecoderFamily, config: Any) -> int:
     """Put the parts of all layers into a stack of blocks, and return P."""
-    width, model = width_of(family, config), config.hidden_size
+    width, model = family.layer_embeddings(config), config.hidden_size
     if width:
         of_all = config.num_hidden_layers * width
         place(stack, _TABLE, Embedding(config.vocab_size_per_layer_input, of_all))
@@ -41,7 +36,7 @@ def place_tables(stack: nnx.Module, family: DecoderFamily, config: Any) -> int:
 
 def place_products(block: nnx.Module, family: DecoderFamily, config: Any) -> None:
     """Put the parts of a layer into its block."""
-    width, model = width_of(family, config), config.hidden_size
+    width, model = family.layer_embeddings(config), config.hidden_size
     place(block, _GATE, Linear(model, width, bias=False))
     place(block, _BACK, Linear(width, model, bias=False))
     place(block, _AFTER, family.norm(model, family.of(config, family.epsilon)))
