@@ -1,14 +1,14 @@
 // Lanes are inputs, as in linear_dot.h: x is rounded and stored row by row, and weights are read in place, once for all
 // rows. A tile has few rows and outputs, whose sums are in registers. int8 weights become bfloat16 in registers; the first
-// tile keeps them in L1 for the tiles of the other rows:
+// tile keeps them in L1 for the tiles of the other rows, and among many rows bfloat16 weights, too:
 //
 //   rows 0 .. 3: int8 -> bfloat16, kept     rows 4 .. 7, 8 .. 11, ...: what was kept     then the next 4 outputs
 //
 // Each pair of row and output has one accumulator. It is filled in steps of 64 inputs and summed in a fixed order, in
 // every tile and for any number of rows.
 //
-// On a core of Zen 4 at 3.5 GHz, whose limit is 112 G terms a second (FMA: 56), int8 products of 2048 x 8192 compute
-// 84 G with 16 rows and 96 G with 64 or more.
+// On a core of Zen 4 at 3.7 GHz, whose limit is 118 G terms a second (FMA: 59), products of 2048 x 8192 compute 84 G with
+// 16 rows and 100 (bfloat16) or 103 G (int8) with 512; of 768 x 3072, 98 and 102.
 #include "linear_dot_bf16.h"
 
 #include <atomic>
@@ -42,15 +42,16 @@ constexpr int64_t kInputsAtOnce = 2048;
 // One output to the next, in what is kept, and one row to the next in x: whole pages would share a few sets of L1.
 constexpr int64_t kApart = 32;
 
-// Maximum bytes of a chunk of x, which stays in L2 (1 MB on Zen 4) while W passes.
-constexpr int64_t kRowBytes = 256 << 10;
+// Maximum bytes of a chunk of x, which stays in L2 (1 MB on Zen 4) while W passes. 256 KB take 8 % more time: W passes
+// twice as often.
+constexpr int64_t kRowBytes = 512 << 10;
 // Maximum outputs of a block, and maximum bytes of its sums. Between two chunks a sum is a whole vector.
 constexpr int64_t kMostOutputs = 128;
 constexpr int64_t kMostSumBytes = 64 << 10;
 constexpr int64_t kMostPartialBytes = 256 << 10;
 
-// Rows from which on streams and fetching ahead win nothing, and a tile's outputs lie beside each other: their sums are
-// stored at once. On Zen 5, 768 x 3072 in int8 takes 12 % less time with 128 rows, and would take a third more with 8.
+// Rows from which on streams win nothing, and a tile's outputs lie beside each other: their sums are stored at once. On
+// Zen 5, 768 x 3072 in int8 takes 12 % less time with 128 rows, and would take a third more with 8.
 constexpr int64_t kManyRows = 64;
 
 // Inputs of an output that is long, and maximum bytes of a stream of such outputs.
@@ -287,16 +288,22 @@ template <typename W, int outputs>
 void dot_outputs(const PackedRows& x, const W* w, int64_t spacing, int64_t k, int64_t inputs, const Memory& memory,
                  float* partial, float* sums, int64_t stride) {
   int64_t passes = parts_of(x.rows, kTileRows), bytes = sizeof(W);
-  // The passes share the fetching of the weights that follow; one pass fetches its own. Many wait for memory only once.
+  bool are_many = x.rows >= kManyRows;
+  // The passes share the fetching of the weights that follow; one pass fetches its own. Few fetch in each of their steps,
+  // many between two passes.
   const char* next = reinterpret_cast<const char*>(w + k) + (passes == 1 ? kFetchBytes : x.inputs * bytes);
-  if (x.rows >= kManyRows) next = nullptr;
+  const char* next_tile = reinterpret_cast<const char*>(w + k + outputs * x.inputs);
+  int64_t lines = are_many ? parts_of(inputs * bytes, 64 * passes) : 0;  // Of each output, in a pass.
+  if (are_many) next = nullptr;
   for (int64_t pass = 0; pass < passes; ++pass) {
     int64_t row = pass * kTileRows;
+    for (int64_t line = pass * lines; line < (pass + 1) * lines; ++line)
+      for (int o = 0; o < outputs; ++o) __builtin_prefetch(next_tile + o * x.inputs * bytes + line * 64, 0, 2);
     Tile<W> tile = {x.data + row * x.stride + k, x.stride, w + k, spacing * x.inputs, memory.kept, inputs,
                     k == 0, k + inputs == x.inputs, partial + row * outputs * kLanes, sums + row * stride,
                     stride, spacing, next ? next + inputs * bytes * pass / passes : nullptr, kStep * bytes / passes};
-    if constexpr (sizeof(W) == 1 && outputs <= kTileOutputs) {
-      if (passes > 1) {
+    if constexpr (outputs <= kTileOutputs) {
+      if (are_many || (sizeof(W) == 1 && passes > 1)) {
         if (pass == 0)
           multiply_tile<W, kTileRows, outputs, From::kMemoryAndKeep>(tile);
         else
