@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cold as cold_starts
-from benchmarks.harness import chart, cold_report, comparison, report, sparse_models, workload
+from benchmarks.harness import chart, cold_report, comparison, family_models, report, workload
 from benchmarks.harness.comparison import (
     CPU,
     DECODE,
@@ -294,23 +294,29 @@ def llama(run: Run) -> tuple[list[Table], list[Target]]:
     )
 
 
+def qwen3(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure a model of half a billion parameters, with a large vocabulary."""
+    title = "Qwen3 0.6B's shape, batch 1, 32 tokens in, 64 out"
+    return _of_family(run, "qwen3", "qwen3-600m", title)
+
+
 def mixture(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure a mixture of experts."""
     title = "OLMoE 1B-7B, 4 of 16 layers, 8 of 32 experts, batch 1, 32 tokens in, 64 out"
-    return _sparse(run, "mixture", "olmoe-part", title)
+    return _of_family(run, "mixture", "olmoe-part", title)
 
 
 def hybrid(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure a hybrid of short convolutions and attention."""
     title = "LFM2 1.2B, 8 of 16 layers, batch 1, 32 tokens in, 64 out"
-    return _sparse(run, "hybrid", "lfm2-part", title)
+    return _of_family(run, "hybrid", "lfm2-part", title)
 
 
-def _sparse(run: Run, name: str, model: str, title: str) -> tuple[list[Table], list[Target]]:
+def _of_family(run: Run, name: str, model: str, title: str) -> tuple[list[Table], list[Target]]:
     work = Work("generate", model, dtypes=_NARROW)
     goals = [Goal(DECODE, dtype, 1.0) for dtype in _NARROW]
     columns = (FIRST, LAST, DECODE, RSS, PRIVATE, CPU)
-    step = partial(sparse_models.step_bytes, model)
+    step = partial(family_models.step_bytes, model)
     return beside_peers(run, name, title, work, columns, goals, step)
 
 
@@ -352,6 +358,7 @@ SECTIONS: dict[str, Section] = {
     "prefill": prefill,
     "encoder": encoder,
     "llama": llama,
+    "qwen3": qwen3,
     "mixture": mixture,
     "hybrid": hybrid,
     "flat": flat,

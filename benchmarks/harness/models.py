@@ -2,7 +2,8 @@
 
     python -m benchmarks.harness.models DIR NAME...     names: gpt2, llama-1b, llama-tiny, or
                                                         llama-3b and llama-8b, in shards; none: gpt2;
-                                                        olmoe-part, lfm2-part: sparse_models.py
+                                                        qwen3-600m, olmoe-part, lfm2-part:
+                                                        family_models.py
 
     DIR/NAME/               Hugging Face layout: GPT-2's weights (in, out) as published, the others (out, in)
     DIR/gpt2.safetensors    GPT-2's weights (out, in) for its peers, every tensor 64-byte aligned
@@ -41,6 +42,8 @@ from benchmarks.harness.workload import (
 SEED = 5
 """Chosen so that the two best logits differ by at least 0.002 at every step of every row: JAX and prejit add
 in another order, and a near tie would let their tokens part."""
+SMALL = {"llama-1b": LLAMA_1B, "llama-tiny": LLAMA_TINY}
+"""Models that are one file."""
 LARGE = {"llama-3b": LLAMA_3B, "llama-8b": LLAMA_8B}
 """Models that are made in shards."""
 LAYERS_OF_SHARD = 4
@@ -268,12 +271,12 @@ def make(directory: Path, *names: str) -> None:
             make_gpt2(directory)
         elif name in LARGE:
             make_large_llama(directory, name, LARGE[name])
-        elif name.endswith("-part"):
-            from benchmarks.harness import sparse_models  # it imports this module
-
-            sparse_models.make(directory, name)
+        elif name in SMALL:
+            make_llama(directory, name, SMALL[name])
         else:
-            make_llama(directory, name, {"llama-1b": LLAMA_1B, "llama-tiny": LLAMA_TINY}[name])
+            from benchmarks.harness import family_models  # it imports this module
+
+            family_models.make(directory, name)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import peer_environments, workload
+from benchmarks.harness.family_models import FAMILY_MODELS
 from benchmarks.harness.fresh_processes import (
     BENCHMARKS,
     FailedProcessError,
@@ -20,7 +21,6 @@ from benchmarks.harness.fresh_processes import (
     run_once,
 )
 from benchmarks.harness.report import JAX_COLD, JAX_WARM
-from benchmarks.harness.sparse_models import SPARSE
 from benchmarks.harness.workspace import Bench
 
 PREJIT = {dtype: f"prejit {dtype}" for dtype in workload.BYTES}
@@ -32,7 +32,7 @@ class Work:
 
     Attributes:
         job: `generate` (32 tokens in, 64 out), `prefill` (512 in) or `encode`.
-        model: `gpt2`, `llama-1b`, `minilm`, or a name in sparse_models.py.
+        model: `gpt2`, `llama-1b`, `minilm`, or a name in family_models.py.
         batch: number of rows that run together.
         dtypes: dtypes of the weights that are compared.
         engines: beginnings of the names of those that take part; empty: all.
@@ -221,7 +221,7 @@ def child(python: str, script: str, work: Work, path: str, *more: str) -> Comman
 
 _GPT2 = frozenset({("generate", "gpt2"), ("prefill", "gpt2")})
 _LLAMA = frozenset({("generate", "llama-1b"), ("prefill", "llama-1b")})
-_SPARSE = frozenset(("generate", name) for name in SPARSE)
+_FAMILIES = frozenset(("generate", name) for name in FAMILY_MODELS)
 _MINILM = frozenset({("encode", "minilm")})
 
 ENTRANTS = (
@@ -229,9 +229,9 @@ ENTRANTS = (
         Entrant(PREJIT[dtype], dtype, partial(prejit, dtype=dtype), can, quick=True)
         for dtype, can in (
             ("float32", _GPT2 | _LLAMA | _MINILM),
-            ("bfloat16", _GPT2 | _LLAMA | _SPARSE | _MINILM),
-            ("int8", _GPT2 | _LLAMA | _SPARSE | _MINILM),
-            ("int4", _GPT2 | _LLAMA | _SPARSE),
+            ("bfloat16", _GPT2 | _LLAMA | _FAMILIES | _MINILM),
+            ("int8", _GPT2 | _LLAMA | _FAMILIES | _MINILM),
+            ("int4", _GPT2 | _LLAMA | _FAMILIES),
         )
     ),
     Entrant(JAX_COLD, "float32", partial(jax, warm=False), _GPT2 | _MINILM, quick=True),
@@ -248,9 +248,9 @@ ENTRANTS = (
         )
         for kind, dtype, can in (
             ("f32", "float32", _GPT2),
-            ("bf16", "bfloat16", _GPT2 | _LLAMA | _SPARSE),
-            ("q8_0", "int8", _GPT2 | _LLAMA | _SPARSE),
-            ("q4_0", "int4", _GPT2 | _LLAMA | _SPARSE),
+            ("bf16", "bfloat16", _GPT2 | _LLAMA | _FAMILIES),
+            ("q8_0", "int8", _GPT2 | _LLAMA | _FAMILIES),
+            ("q4_0", "int4", _GPT2 | _LLAMA | _FAMILIES),
             ("q4_k_m", "int4", _GPT2 | _LLAMA),
         )
     ),

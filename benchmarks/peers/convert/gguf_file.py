@@ -151,6 +151,9 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    if head := config.get("head_dim"):
+        writer.add_key_length(head)
+        writer.add_value_length(head)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
 

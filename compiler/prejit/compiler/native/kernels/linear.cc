@@ -71,8 +71,8 @@ const float* rounded_x(const Linear& p) {
 bool linear_by_dots(const Linear& p) {
   const float* all = rounds(p) ? rounded_x(p) : p.x;
   if (!all) return false;
-  int64_t size = dot_block_outputs(dot_streams_of(p.rows), p.rows > kRowsAtOnce ? kLongStreamBytes : kStreamBytes,
-                                   p.inputs * bytes_of(p.weights.dtype), p.outputs, threads(), kDotOutputs);
+  int64_t size = dot_block_outputs(dot_streams_of(p.rows), p.inputs * bytes_of(p.weights.dtype), p.outputs, threads(),
+                                   kDotOutputs);
   int64_t blocks = (p.outputs + size - 1) / size;
   for (int64_t row = 0; row < p.rows; row += kDotRows) {
     int64_t rows = least(p.rows - row, kDotRows);

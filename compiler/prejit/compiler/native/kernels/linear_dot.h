@@ -12,22 +12,21 @@
 
 namespace prejit {
 
-// The prefetcher needs streams of a page or more: 8 streams of 2 KB read 25 GB/s, of 4 KB 38, of 16 KB 42. If rows are
-// multiplied in several passes, the next outputs of a stream are fetched ahead, but not its first.
-constexpr int64_t kStreamBytes = 16384;
-constexpr int64_t kLongStreamBytes = 65536;
+// Bytes of a stream. The prefetcher needs streams of many pages: 8 streams of 2 KB read 25 GB/s, of 4 KB 38, of 16 KB 42;
+// with 128 KB one row reads 3 to 10 % more than with 16 (Zen 4). If rows are multiplied in
+// several passes, the next outputs of a stream are fetched ahead, but not its first.
+constexpr int64_t kStreamBytes = 131072;
 
 // How far ahead weights are fetched in one pass of several rows: the arithmetic of a few vectors fills the reorder
 // buffer, so loads alone do not look far enough ahead.
 constexpr int64_t kFetchBytes = 1536;
 
 // Returns the number of rows of weights that are read side by side. One stream has too few loads in flight: 8 streams
-// read 39 GB/s where one reads 31 (Zen 4, two cores). More do not fit the registers beside the rows of x. Several rows need
-// 12 sums, or FMAs wait for each other: 4 rows of int8 reach 77 of 104 GFLOP/s, with 8 sums 62 (Zen 3, one core).
+// read 39 GB/s where one reads 31 (Zen 4, two cores); 6 read 2 to 5 % more than 8, and 4 rows have registers for 6. Several
+// rows need 12 sums, or FMAs wait for each other: 4 rows of int8 reach 77 of 104 GFLOP/s, with 8 sums 62 (Zen 3, one core).
 constexpr int streams_beside(int rows) {
-  if (kRegisters < 32) return rows == 1 ? 8 : 12 / rows;
-  int fitting = (kRegisters - 8) / rows;
-  return fitting >= 8 ? 8 : fitting >= 6 ? 6 : 4;
+  if (kRegisters == 32) return 6;
+  return rows == 1 ? 8 : 12 / rows;
 }
 
 constexpr int kRowsAtOnce = 4;
@@ -151,10 +150,9 @@ inline void dot_block(const float* x, int64_t rows, const W* w, int64_t inputs, 
     dot_rows<W>(x, rows, w + done * inputs, inputs, 1, count - done, nullptr, sums + done, stride);
 }
 
-// Returns the outputs of a block: streams of `stream_bytes`, or less if the threads would not have a few blocks each.
-inline int64_t dot_block_outputs(int64_t streams, int64_t stream_bytes, int64_t output_bytes, int64_t outputs,
-                                 int threads, int64_t most) {
-  int64_t spacing = (stream_bytes + output_bytes) / (output_bytes + 1);
+// Returns the outputs of a block: streams of kStreamBytes, or less if the threads would not have a few blocks each.
+inline int64_t dot_block_outputs(int64_t streams, int64_t output_bytes, int64_t outputs, int threads, int64_t most) {
+  int64_t spacing = (kStreamBytes + output_bytes) / (output_bytes + 1);
   int64_t fair = outputs / (8 * threads * streams);
   if (spacing > fair) spacing = fair;
   if (spacing > most / streams) spacing = most / streams;

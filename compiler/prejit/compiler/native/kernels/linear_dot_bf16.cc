@@ -46,7 +46,7 @@ constexpr int64_t kApart = 32;
 // twice as often.
 constexpr int64_t kRowBytes = 512 << 10;
 // Maximum outputs of a block, and maximum bytes of its sums. Between two chunks a sum is a whole vector.
-constexpr int64_t kMostOutputs = 128;
+constexpr int64_t kMostOutputs = 256;
 constexpr int64_t kMostSumBytes = 64 << 10;
 constexpr int64_t kMostPartialBytes = 256 << 10;
 
@@ -54,14 +54,11 @@ constexpr int64_t kMostPartialBytes = 256 << 10;
 // Zen 5, 768 x 3072 in int8 takes 12 % less time with 128 rows, and would take a third more with 8.
 constexpr int64_t kManyRows = 64;
 
-// Inputs of an output that is long, and maximum bytes of a stream of such outputs.
-constexpr int64_t kLongInputs = 2048;
-constexpr int64_t kLongestStreamBytes = 128 << 10;
-
-// Returns the outputs of a tile. One pass over W needs more streams from memory; with int8, 24 sums and the table of
-// bytes would not fit the registers.
+// Returns the outputs of a tile. One or two rows of int8 need more streams from memory: a tile waits for its conversion,
+// too. So do 3 or 4 of bfloat16; with int8, 24 sums and the table of bytes would not fit the registers.
 constexpr int tile_outputs(int64_t rows, bool are_bytes) {
-  return rows <= 2 ? 8 : rows <= kTileRows && !are_bytes ? 6 : kTileOutputs;
+  if (are_bytes) return rows <= 2 ? 8 : kTileOutputs;
+  return rows == 3 || rows == kTileRows ? 6 : kTileOutputs;
 }
 
 // Returns the inputs of a chunk. One tile of rows reads x and W once, from wherever they are.
@@ -363,24 +360,14 @@ Memory memory_of(const Linear& p, int64_t rows, int64_t size) {
   return {reinterpret_cast<uint16_t*>(memory), floats, floats + partial, floats + partial + sums};
 }
 
-// Returns the bytes of a stream before the next block is claimed. Where one output is long, short streams begin too often:
-// 128 KB decode 1.24 billion weights 11 % faster than 16 (Zen 5, two cores). Each thread keeps some 16 blocks to share.
-int64_t stream_bytes(const Linear& p, int64_t rows, bool are_bytes) {
-  int64_t least_bytes = rows <= kTileRows ? kStreamBytes : kLongStreamBytes;
-  if (p.inputs < kLongInputs) return least_bytes;
-  int64_t share = p.inputs * p.outputs * (are_bytes ? 1 : 2) / (16 * threads() * tile_outputs(rows, are_bytes));
-  share = least(share, kLongestStreamBytes);
-  return share < least_bytes ? least_bytes : share;
-}
-
 // Computes the rows of y that x has.
 bool multiply_all(const Linear& p, const PackedRows& x) {
   bool are_bytes = p.weights.dtype == Dtype::kInt8;
   bool has_chunks = inputs_at_once(x.rows, p.inputs) < p.inputs;
   int64_t most_sums = has_chunks ? kMostPartialBytes / 64 : kMostSumBytes / 4;
   int64_t most = least(kMostOutputs, most_sums / x.rows);
-  int64_t size = dot_block_outputs(tile_outputs(x.rows, are_bytes), stream_bytes(p, x.rows, are_bytes),
-                                   p.inputs * (are_bytes ? 1 : 2), p.outputs, threads(), most);
+  int64_t size =
+      dot_block_outputs(tile_outputs(x.rows, are_bytes), p.inputs * (are_bytes ? 1 : 2), p.outputs, threads(), most);
   std::atomic<bool> has_memory{true};
   parallel_for(parts_of(p.outputs, size), [&](int64_t block) {
     Memory memory = memory_of(p, x.rows, size);

@@ -1,10 +1,11 @@
-"""Make a mixture of experts and a hybrid with random weights, in bfloat16, as models.py makes dense models.
+"""Make models of other families with random weights, in bfloat16, as models.py makes GPT-2 and Llama.
 
+    qwen3-600m    Qwen3 0.6B
     olmoe-part    4 of the 16 layers of OLMoE 1B-7B, with 32 of its 64 experts, 8 of them for each token
     lfm2-part     8 of the 16 layers of LFM2 1.2B, 3 of them with attention and 5 with short convolutions
 
-A token reads as much of a layer as in the whole model. The whole mixture would take 14 GB in each of the
-forms that are compared.
+A token reads as much of a layer as in the whole mixture or hybrid. The whole mixture would take 14 GB in each
+of the forms that are compared.
 """
 
 from __future__ import annotations
@@ -22,8 +23,40 @@ LAYERS, EXPERTS, CHOSEN, INNER = 4, 32, 8, 1024
 """Sizes of the mixture."""
 _ATTENDING = (2, 5, 7)
 _HYBRID_LAYERS, _HYBRID_HEADS, _KV_HEADS, _HYBRID_INNER, _TAPS = 8, 32, 8, 8192, 3
+_QWEN_LAYERS, _QWEN_WIDTH, _QWEN_HEADS, _QWEN_INNER, _QWEN_TOKENS = 28, 1024, 16, 3072, 151936
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def qwen3_shapes() -> Shapes:
+    """Return names and shapes of Qwen3 0.6B."""
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (_QWEN_TOKENS, _QWEN_WIDTH),
+        "model.norm.weight": (_QWEN_WIDTH,),
+    }
+    for layer in range(_QWEN_LAYERS):
+        at = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}.{norm}.weight"] = (_QWEN_WIDTH,)
+        for name, heads in (("q", _QWEN_HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (heads * HEAD, _QWEN_WIDTH)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (_QWEN_WIDTH, _QWEN_HEADS * HEAD)
+        for norm in ("q_norm", "k_norm"):
+            shapes[f"{at}.self_attn.{norm}.weight"] = (HEAD,)
+        for name in ("gate", "up"):
+            shapes[f"{at}.mlp.{name}_proj.weight"] = (_QWEN_INNER, _QWEN_WIDTH)
+        shapes[f"{at}.mlp.down_proj.weight"] = (_QWEN_WIDTH, _QWEN_INNER)
+    return shapes
+
+
+def qwen3_config() -> dict[str, object]:
+    """Return the config.json of Qwen3 0.6B, for a context of 2048."""
+    return {
+        **_config("Qwen3ForCausalLM", "qwen3", _QWEN_TOKENS, _QWEN_LAYERS, _QWEN_HEADS, _KV_HEADS),
+        **{"hidden_size": _QWEN_WIDTH, "head_dim": HEAD, "intermediate_size": _QWEN_INNER},
+        **{"hidden_act": "silu", "rms_norm_eps": EPSILON, "rope_theta": 1e6},
+        **{"attention_bias": False, "tie_word_embeddings": True},
+    }
 
 
 def olmoe_shapes() -> Shapes:
@@ -107,7 +140,8 @@ def _config(
     }
 
 
-SPARSE: Mapping[str, tuple[Callable[[], Shapes], Callable[[], dict[str, object]]]] = {
+FAMILY_MODELS: Mapping[str, tuple[Callable[[], Shapes], Callable[[], dict[str, object]]]] = {
+    "qwen3-600m": (qwen3_shapes, qwen3_config),
     "olmoe-part": (olmoe_shapes, olmoe_config),
     "lfm2-part": (lfm2_shapes, lfm2_config),
 }
@@ -117,7 +151,7 @@ SPARSE: Mapping[str, tuple[Callable[[], Shapes], Callable[[], dict[str, object]]
 def step_bytes(name: str, dtype: str) -> int:
     """Return the bytes of matrices that one decode step of a model must read."""
     total = 0.0
-    shapes = SPARSE[name][0]()
+    shapes = FAMILY_MODELS[name][0]()
     for tensor, shape in shapes.items():
         if len(shape) != 2 or (
             tensor == "model.embed_tokens.weight" and "lm_head.weight" in shapes
@@ -138,7 +172,7 @@ def make(directory: Path, name: str) -> None:
     """Make a model unless it exists. Its values repeat, so that it is soon made."""
     if (directory / name).is_dir():
         return
-    make_shapes, make_config = SPARSE[name]
+    make_shapes, make_config = FAMILY_MODELS[name]
     shapes = make_shapes()
     some = np.random.default_rng(models.SEED).standard_normal((1 << 24) + 1, dtype=np.float32)
     pools = [models.bfloat16_bits(each) for each in (0.03 * some, 1 + np.float32(0.1) * some)]
