@@ -21,7 +21,7 @@ from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor
 from prejit.runtime.format.layout import Layout, OpenFile
-from prejit.runtime.format.verification import Verification
+from prejit.runtime.format.verified_bytes import Verification
 
 SMALL_BYTES = 1 << 20
 """A load waits for blobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
