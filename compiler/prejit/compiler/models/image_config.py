@@ -26,7 +26,7 @@ from prejit.compiler.models.families.image_table import IMAGE_MODELS, ImageRow
 from prejit.compiler.models.families.image_towers import ImageFamily
 from prejit.compiler.models.families.sentence import EncoderConfig
 from prejit.compiler.models.families.sentence_layout import read_layout
-from prejit.compiler.models.layers import product_forms
+from prejit.compiler.models.layers import forms_while_tracing
 from prejit.compiler.models.layers.config_checks import check_config, check_file
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, Naming, refused
 from prejit.compiler.models.layers.linear import ACTIVATIONS
@@ -301,7 +301,7 @@ def make_images(
         prefix = row.naming.prefix.removesuffix(".")
         return SingleTower(row.towers, source, prefix, with_mean=row.with_mean)
 
-    with product_forms.storing(out_in=out_in):
+    with forms_while_tracing.storing(out_in=out_in):
         module: ImageModel = nnx.eval_shape(build)
     quantizing.store(module, dtype, groups)
     return module
