@@ -33,22 +33,6 @@ from prejit.compiler.models.parameters import part_of, place
 
 
 @dataclass(frozen=True)
-class ImageConfig:
-    """The sizes of an image encoder; attributes as of `bundle_schema.Images`."""
-
-    family: str
-    width: int
-    size: tuple[int, int]
-    resize: tuple[int, ...]
-    resample: int
-    scores: str | None = None
-    labels: tuple[str, ...] | None = None
-    tokens: int | None = None
-    token_id: int | None = None
-    marks: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
 class ImageSource:
     """A published model that reads images.
 

@@ -214,8 +214,7 @@ def _lower_model(space: Workspace, program: PlannedProgram) -> Lowered:
     lowered = put_lowered(made, space.store)
     if program.spec.kind == IMAGE:
         cost = made.estimated_microseconds
-        images = asdict(space.model().images)
-        return replace(lowered, images=images, estimated_microseconds=cost)
+        return replace(lowered, images=space.model().images, estimated_microseconds=cost)
     if space.plan.manifest.encode is None:
         return replace(lowered, decoder=dict(made.decoder))
     return replace(
