@@ -84,10 +84,7 @@ def command_line(row: Row, python: str = sys.executable) -> tuple[str, ...]:
 
 
 def run_once(
-    row: Row,
-    poll_memory: bool = False,
-    until: str = "",
-    at_stop: Callable[[], Sample] = dict,
+    row: Row, poll_memory: bool = False, until: str = "", at_stop: Callable[[], Sample] = dict
 ) -> Sample:
     """Run a fresh process and time it. The clock starts just before the process.
 

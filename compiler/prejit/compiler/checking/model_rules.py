@@ -146,10 +146,7 @@ def end(subject: Subject) -> Finding:
         f"padding that runs past the last of {positions} positions to change nothing",
         "write no token at t >= length: XLA moves a dynamic_update_slice that passes the end back over "
         "earlier positions, and a scatter needs mode='drop'",
-        [
-            ("in the call", logits[0], logits[1]),
-            ("in the next call", later[0], later[1]),
-        ],
+        [("in the call", logits[0], logits[1]), ("in the next call", later[0], later[1])],
     )
 
 

@@ -262,11 +262,7 @@ def open_checkpoint(
 
 
 def open_encoder(
-    directory: Path,
-    *,
-    images: bool = False,
-    layout: SentenceLayout | None = None,
-    **options: Any,
+    directory: Path, *, images: bool = False, layout: SentenceLayout | None = None, **options: Any
 ) -> Checkpoint:
     """Find the files of an encoder: those of its transformer and of its other modules.
 

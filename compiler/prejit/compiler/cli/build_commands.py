@@ -415,12 +415,7 @@ REBUILD_DIFFERS = 8
 @VERBOSE
 @JSON
 def rebuild(
-    bundle: Path,
-    verify: bool,
-    manifest: Path | None,
-    jobs: int | None,
-    timeout: int,
-    as_json: bool,
+    bundle: Path, verify: bool, manifest: Path | None, jobs: int | None, timeout: int, as_json: bool
 ) -> int:
     """Build BUNDLE again from its recorded inputs, and compare the two part by part."""
     from prejit.compiler.progress import open_progress

@@ -285,8 +285,7 @@ def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json
     report = explain_fleet(targets, found.machines, found.unreadable)
     if page is not None:
         write_text(
-            page,
-            fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, directory, report),
+            page, fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, directory, report)
         )
     if as_json:
         print_json(report.described())

@@ -100,11 +100,7 @@ def export_on(
         if isinstance(results, tuple):
             out = (*[sharding()] * (len(results) - 1), out)
         return export_program(
-            function,
-            values,
-            in_shardings=shardings,
-            out_shardings=out,
-            donate_argnums=donated,
+            function, values, in_shardings=shardings, out_shardings=out, donate_argnums=donated
         )
 
 

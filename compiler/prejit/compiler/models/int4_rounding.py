@@ -122,10 +122,7 @@ def rounded_with_zeros(groups: Values) -> tuple[Values, Values, Values]:
 
 
 def quantized(
-    values: _Rows,
-    contracted: int,
-    name: str,
-    groups: Groups = GROUPS_OF_32,
+    values: _Rows, contracted: int, name: str, groups: Groups = GROUPS_OF_32
 ) -> tuple[Values, Values]:
     """Return the words and the scales of a matrix (layers/int4_words.py).
 

@@ -352,9 +352,7 @@ def in_turn(
 
 
 def quantized(
-    values: Rows,
-    contracted: int | tuple[int, ...],
-    stored: StoredDtype = STORED_DTYPES["int8"],
+    values: Rows, contracted: int | tuple[int, ...], stored: StoredDtype = STORED_DTYPES["int8"]
 ) -> tuple[Values, Values]:
     """Return a matrix as integers and scales.
 

@@ -63,10 +63,7 @@ def read_sight(directory: Path, text: Any) -> Sight:
             f"{file}: vision_config: transformers refuses it: {reason}"
         ) from error
     check_config(file, vision, _VISION)
-    wanted: Mapping[str, tuple[Any, ...]] = {
-        "num_channels": (3,),
-        "hidden_act": tuple(ACTIVATIONS),
-    }
+    wanted: Mapping[str, tuple[Any, ...]] = {"num_channels": (3,), "hidden_act": tuple(ACTIVATIONS)}
     for key, values in wanted.items():
         if (found := getattr(vision, key)) not in values:
             raise refused(file, f"vision_config.{key}", " or ".join(map(shown, values)), found)

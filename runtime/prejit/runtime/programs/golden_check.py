@@ -78,12 +78,7 @@ class Asked(Protocol):
 
 
 def golden_values(
-    programs: Asked,
-    program: ProgramEntry,
-    executable: Executable,
-    seed: int,
-    *,
-    nudge: float = 0.0,
+    programs: Asked, program: ProgramEntry, executable: Executable, seed: int, *, nudge: float = 0.0
 ) -> list[Values]:
     """Return what a program returns for the arguments of the recipe of golden answers.
 

@@ -116,12 +116,7 @@ class Encoding:
             job.future.set_result(self._encoded(tokenized))
         return job.future
 
-    def encode(
-        self,
-        given: Given,
-        *,
-        timeout: float | None = None,
-    ) -> Encoded:
+    def encode(self, given: Given, *, timeout: float | None = None) -> Encoded:
         """Return the embeddings of sentences. Arguments and errors as `submit`.
 
         If the encoder is idle it runs in the caller's thread, unless the call has a timeout.

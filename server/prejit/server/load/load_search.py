@@ -74,11 +74,7 @@ class LoadLimits:
 
     def described(self) -> str:
         """Return the limits as text."""
-        named = {
-            "TTFT": self.first_token_ms,
-            "TPOT": self.between_tokens_ms,
-            "E2E": self.whole_ms,
-        }
+        named = {"TTFT": self.first_token_ms, "TPOT": self.between_tokens_ms, "E2E": self.whole_ms}
         return ", ".join(
             f"{name} <= {most:g} ms" for name, most in named.items() if most is not None
         )

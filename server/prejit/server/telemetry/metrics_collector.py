@@ -261,10 +261,7 @@ _REQUESTS: tuple[_Metric[RequestMetrics], ...] = (
         lambda m: m.computed_positions,
     ),
     _Counter(
-        "prejit_requests",
-        "Requests that ended, by the reason.",
-        lambda m: m.finished,
-        "reason",
+        "prejit_requests", "Requests that ended, by the reason.", lambda m: m.finished, "reason"
     ),
     _Histogram(
         "prejit_request_queue_seconds",
@@ -277,9 +274,7 @@ _REQUESTS: tuple[_Metric[RequestMetrics], ...] = (
         lambda m: m.run_seconds,
     ),
     _Histogram(
-        "prejit_request_seconds",
-        "Time from a request to its result.",
-        lambda m: m.whole_seconds,
+        "prejit_request_seconds", "Time from a request to its result.", lambda m: m.whole_seconds
     ),
 )
 

@@ -29,11 +29,7 @@ from prejit.compiler.models.families.decoder_family import (
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import forms_while_tracing, rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.layer_config import (
-    KVCache,
-    LayerCache,
-    empty_layer,
-)
+from prejit.compiler.models.layers.layer_config import KVCache, LayerCache, empty_layer
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     XIELU,
@@ -142,11 +138,7 @@ class DecoderStack(nnx.Module):
         self.norms_embeddings = family.norms_embeddings
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        new: NewTokens,
-        cache: KVCache,
-        images: PlacedImages | None = None,
+        self, tokens: jax.Array, new: NewTokens, cache: KVCache, images: PlacedImages | None = None
     ) -> tuple[jax.Array, KVCache]:
         """Return the hidden states that results need, [B, 1, D] or [B, T, D], and the cache."""
         blocks = part_of(self, self.names.layers)

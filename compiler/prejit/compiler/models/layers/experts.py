@@ -162,13 +162,7 @@ class ExpertMatrices(nnx.Module):
     contracted = 2
 
     def __init__(
-        self,
-        experts: int,
-        inputs: int,
-        outputs: int,
-        *,
-        bias: bool = False,
-        is_mxfp4: bool = False,
+        self, experts: int, inputs: int, outputs: int, *, bias: bool = False, is_mxfp4: bool = False
     ) -> None:
         self.inputs, self.outputs, self.is_mxfp4 = inputs, outputs, is_mxfp4
         self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs)))

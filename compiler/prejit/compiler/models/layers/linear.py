@@ -78,11 +78,7 @@ class Linear(nnx.Module):
         return 0 if self.in_out else 1
 
     def __call__(
-        self,
-        x: jax.Array,
-        *,
-        activation: str | None = None,
-        residual: jax.Array | None = None,
+        self, x: jax.Array, *, activation: str | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
         """Map float32 [..., in] to [..., out], through one of ACTIVATIONS, plus a residual."""
         if not are_changed(self.adapters):

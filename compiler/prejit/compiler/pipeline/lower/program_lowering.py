@@ -16,12 +16,7 @@ from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import IMAGE, undrafted
 from prejit.compiler.native.products import Product, called
-from prejit.compiler.pipeline.model import (
-    ModelSource,
-    cache_dtype,
-    longest_context,
-    longest_source,
-)
+from prejit.compiler.pipeline.model import ModelSource, cache_dtype, longest_context, longest_source
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Native,

@@ -22,12 +22,7 @@ from prejit.runtime.device.transfer import dtype_of, to_numpy
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.programs.golden_check import (
-    format_results,
-    parse_results,
-    sampled,
-    samples_of,
-)
+from prejit.runtime.programs.golden_check import format_results, parse_results, sampled, samples_of
 from prejit.runtime.programs.golden_inputs import Values
 from prejit.runtime.programs.pytree import dotted, spell
 from prejit.runtime.programs.ready_programs import Programs

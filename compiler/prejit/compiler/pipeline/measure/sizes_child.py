@@ -131,10 +131,7 @@ def main() -> None:
 
 
 def _compare(
-    program: Compared,
-    read: Callable[[str], bytes],
-    device: Device,
-    weights: Sequence[DeviceArray],
+    program: Compared, read: Callable[[str], bytes], device: Device, weights: Sequence[DeviceArray]
 ) -> list[SizeDifference]:
     """Return each result that differs, where it differs most."""
     arguments = [Array.parse(text) for text in program.arguments]
