@@ -127,9 +127,8 @@ def run_once(
                 if until and word.strip() == until:
                     stopped = True
                     sample |= at_stop()
-                    os.kill(
-                        process.pid, signal.SIGKILL
-                    )  # Popen.kill would reap one that ended by itself
+                    # Popen.kill would reap one that ended by itself.
+                    os.kill(process.pid, signal.SIGKILL)
                     break
         if poll_memory:
             sample["peak_anonymous_bytes"] = peak()

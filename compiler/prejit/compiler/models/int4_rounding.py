@@ -63,9 +63,8 @@ def rounded(groups: Values, weights: Values | None = None) -> tuple[Values, Valu
     Scales beyond float16 are infinite. An error is half a scale at most, or that of a value which is clipped.
     `weights` are those of the squared errors, float32 [G]; None: they count alike.
     """
-    flat = np.ascontiguousarray(groups).reshape(
-        -1, groups.shape[-1]
-    )  # one order of sums for any block
+    # One order of sums for any block.
+    flat = np.ascontiguousarray(groups).reshape(-1, groups.shape[-1])
     largest = np.take_along_axis(flat, np.abs(flat).argmax(1)[:, None], 1)
     largest = np.where(np.abs(largest) < np.finfo(np.float32).tiny, 1, largest)
     found, best = np.zeros((2, len(flat)), np.float32)

@@ -96,9 +96,8 @@ def golden_values(
             value = (value * (1 + nudge)).astype(value.dtype)
         place = device.copy if array.donated else device.put
         given.append(place(value, array.sharding))
-    weights = programs.weights(
-        program.weights
-    )  # which may be on the way: all else is ready by then
+    # They may be on the way: all else is ready by then.
+    weights = programs.weights(program.weights)
     return [to_numpy(result) for result in executable.run([*weights, *given])]
 
 

@@ -291,9 +291,8 @@ class Mixture:
             expert = jnp.searchsorted(last_block, number, side="right").astype(jnp.int32)
             at = (number - last_block[expert] + blocks[expert]) * size + jnp.arange(size)
             pair = order.at[first_pair[expert] + at].get(mode="clip")
-            pair = jnp.where(
-                at < tokens[expert], pair, pairs
-            )  # rows that fill up a block are zeros
+            # Rows that fill up a block are zeros.
+            pair = jnp.where(at < tokens[expert], pair, pairs)
             rows = x.at[pair // chosen].get(mode="fill", fill_value=0)
             result = self.down.dot(self.gate(self.up.dot(rows, expert)), expert)
             return results.at[pair].set(result, mode="drop")
