@@ -50,6 +50,11 @@ def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
     return read_array(array)
 
 
+def is_whole(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype, which may be one of ml_dtypes, has whole numbers or booleans."""
+    return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
+
+
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return NumPy's dtype for a name in `format.arrays.DTYPES`; bfloat16, int4 and others are ml_dtypes's.
 

@@ -236,10 +236,7 @@ def sized(array: Array, sizes: Mapping[str, int], name: str | None = None) -> Ar
     return replace(
         array,
         path=array.path if name is None else (name, *array.path[1:]),
-        shape=tuple(
-            sizes[variable] if variable else size
-            for variable, size in zip(array.variables, array.shape, strict=True)
-        ),
+        shape=array.shape_at(sizes),
         variables=(),
     )
 
