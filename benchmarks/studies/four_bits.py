@@ -22,9 +22,9 @@ from flax import nnx
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry, quantizing
+from prejit.compiler.models.int4_rounding import Rows
 from prejit.compiler.models.layers import forms_while_tracing
 from prejit.compiler.models.parameters import flat_parameters, parametrized
-from prejit.compiler.models.quantizing import Rows
 from prejit.compiler.pipeline.measure import int4_inputs, model_comparison
 from prejit.compiler.pipeline.model import ModelFiles, ModelSource
 

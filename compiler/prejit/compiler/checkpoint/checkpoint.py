@@ -45,9 +45,9 @@ from prejit.runtime.errors import CheckpointError
 from prejit.runtime.lora.peft_files import adapter_files
 
 if TYPE_CHECKING:
+    from prejit.compiler.models.int4_rounding import Rows
     from prejit.compiler.models.layers.layer_config import Naming
     from prejit.compiler.models.parameters import Parameter
-    from prejit.compiler.models.quantizing import Rows
 
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"

@@ -44,11 +44,17 @@ _MOST_THREADS = 8
 """Maximum threads that round a matrix: more would wait for the disk, and take memory."""
 
 
-class _Rows(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+class Rows(Protocol):
+    """An array whose rows may be read when they are used. A NumPy array is one."""
 
-    def __getitem__(self, part: slice, /) -> Values: ...
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> Values:
+        """Return a slice of the first axis."""
+        ...
 
 
 def fits(inputs: int, outputs: int) -> bool:
@@ -121,7 +127,7 @@ def rounded_with_zeros(groups: Values) -> tuple[Values, Values, Values]:
 
 
 def quantized(
-    values: _Rows, contracted: int, name: str, groups: Groups = GROUPS_OF_32
+    values: Rows, contracted: int, name: str, groups: Groups = GROUPS_OF_32
 ) -> tuple[Values, Values]:
     """Return the words and the scales of a matrix (layers/int4_words.py).
 
@@ -177,7 +183,7 @@ def require_finite(found: Sequence[Values], name: str) -> None:
         )
 
 
-def quantized_experts(values: _Rows, name: str) -> tuple[Values, Values]:
+def quantized_experts(values: Rows, name: str) -> tuple[Values, Values]:
     """Return the words and the scales of the matrices of experts, [E, out, in], read one by one.
 
     `name` and errors are as for `quantized`.

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from prejit.compiler.models.int4_rounding import Rows
 from prejit.compiler.models.parameters import Parametrized
-from prejit.compiler.models.quantizing import Rows
 from prejit.compiler.pipeline.measure.streamed import Weight, evaluate
 from prejit.runtime.encoding.sentences import shorten
 from prejit.runtime.errors import (
