@@ -105,6 +105,8 @@ class SingleTower(ImageModel):
 class TextTower(nnx.Module):
     """The transformer of texts (see sentence.Transformer)."""
 
+    shared: tuple[nnx.Module, ...] = ()
+
     def __init__(self, family: BlockFamily, config: Any) -> None:
         self.embeddings = TextEmbeddings(config)
         blocks = [TowerBlock(family, config) for _ in range(config.num_hidden_layers)]
@@ -120,11 +122,6 @@ class TextTower(nnx.Module):
     def blocks(self) -> nnx.List[TowerBlock]:
         """See Transformer."""
         return part_of(self, "encoder.layers")
-
-    @property
-    def shared(self) -> tuple[nnx.Module, ...]:
-        """See Transformer."""
-        return ()
 
     @property
     def final(self) -> tuple[nnx.Module, ...]:
