@@ -75,6 +75,8 @@ class EncoderFamily:
 class TextEncoder(nnx.Module):
     """The transformer (see sentence.Transformer). Parameters have the names of the published tensors."""
 
+    final: tuple[nnx.Module, ...] = ()
+
     def __init__(self, family: EncoderFamily, config: Any) -> None:
         self.embeddings = Embeddings(family, config)
         self.name = family.names.layers
@@ -108,11 +110,6 @@ class TextEncoder(nnx.Module):
     def shared(self) -> tuple[nnx.Module, ...]:
         """See Transformer."""
         return tuple(part_of(self, name) for name in self.names_of_shared)
-
-    @property
-    def final(self) -> tuple[nnx.Module, ...]:
-        """See Transformer."""
-        return ()
 
 
 _FARTHEST = 128
