@@ -213,9 +213,7 @@ def in_clean_environment(row: Row, python: str) -> Row:
         return row
     paths = f"{BENCHMARKS.parent}:{BENCHMARKS.parent / 'runtime'}"
     return replace(
-        row,
-        command=command_line(row, python),
-        environment={**row.environment, "PYTHONPATH": paths},
+        row, command=command_line(row, python), environment={**row.environment, "PYTHONPATH": paths}
     )
 
 

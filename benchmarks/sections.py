@@ -256,9 +256,7 @@ def prefill(run: Run) -> tuple[list[Table], list[Target]]:
     return _joined(found)
 
 
-def _joined(
-    found: Sequence[tuple[list[Table], list[Target]]],
-) -> tuple[list[Table], list[Target]]:
+def _joined(found: Sequence[tuple[list[Table], list[Target]]]) -> tuple[list[Table], list[Target]]:
     return [t for tables, _ in found for t in tables], [t for _, targets in found for t in targets]
 
 

@@ -1,9 +1,7 @@
 """Libraries of native kernels, each built once a run, and a small bundle that calls one."""
 
 import dataclasses
-import json
 import os
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -98,7 +96,7 @@ def registered_forms(cache):
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
-    from prejit.compiler.models.layers.product_forms import Forms
+    from prejit.compiler.models.layers.forms_while_tracing import Forms
     from prejit.compiler.native.kernel_library import SOURCES
     from prejit.compiler.native.products import KERNEL_CALLS
     from prejit.runtime.device import kernels
@@ -110,23 +108,6 @@ def registered_forms(cache):
         handler = handlers[kernel_target(kernel, library.digest)]
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return Forms()
-
-
-@pytest.fixture
-def fresh_cache(build_cache, tmp_path):
-    """A build cache that has this machine's kernels and nothing else: to compile them takes 15 seconds."""
-    from prejit.compiler.native.kernel_library import SOURCES
-    from prejit.compiler.store.directory_store import DirectoryStore
-
-    built_kernels("cpu-host", SOURCES, build_cache)
-    fresh, known = (DirectoryStore.open(at) for at in (tmp_path / "fresh-cache", build_cache))
-    actions = fresh.root / "v1" / "actions" / "kernels"
-    actions.mkdir(parents=True, exist_ok=True)
-    for action in (known.root / "v1" / "actions" / "kernels").glob("*.json"):
-        shutil.copyfile(action, actions / action.name)
-        for digest in json.loads(action.read_bytes().partition(b"\n")[2])["blobs"]:
-            fresh.put_blob(known.read_blob(digest) or b"")
-    return fresh.root
 
 
 def built_kernels(target_name, sources, cache):

@@ -70,9 +70,8 @@ class Cluster:
 def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluster]:
     """Run the head node of a cluster."""
     environ = os.environ | {"PREJIT_CACHE": str(directory), "RAY_USAGE_STATS_ENABLED": "0"}
-    environ["RAY_agent_register_timeout_ms"] = (
-        "300000"  # else nodes of a busy machine end after 30 s
-    )
+    # Nodes of a busy machine would end after 30 s.
+    environ["RAY_agent_register_timeout_ms"] = "300000"
     temporary = Path(f"/tmp/r{os.getpid()}")  # short: the path of a socket may have 107 characters
     head = Node(
         environ,

@@ -84,10 +84,7 @@ def command_line(row: Row, python: str = sys.executable) -> tuple[str, ...]:
 
 
 def run_once(
-    row: Row,
-    poll_memory: bool = False,
-    until: str = "",
-    at_stop: Callable[[], Sample] = dict,
+    row: Row, poll_memory: bool = False, until: str = "", at_stop: Callable[[], Sample] = dict
 ) -> Sample:
     """Run a fresh process and time it. The clock starts just before the process.
 
@@ -130,9 +127,8 @@ def run_once(
                 if until and word.strip() == until:
                     stopped = True
                     sample |= at_stop()
-                    os.kill(
-                        process.pid, signal.SIGKILL
-                    )  # Popen.kill would reap one that ended by itself
+                    # Popen.kill would reap one that ended by itself.
+                    os.kill(process.pid, signal.SIGKILL)
                     break
         if poll_memory:
             sample["peak_anonymous_bytes"] = peak()

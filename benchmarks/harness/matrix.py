@@ -58,7 +58,6 @@ def write_matrix(
     directory: Path,
     programs: int,
     *,
-    targets: Sequence[str] = TARGETS,
     jax_versions: Sequence[str | None] = (None,),
 ) -> list[Path]:
     """Write the manifest of functions, and one for each model.
@@ -66,13 +65,12 @@ def write_matrix(
     Args:
         directory: gets the manifests, a module of functions, and the directories of models.
         programs: minimum number of executables of functions; those of models come in addition.
-        targets: names of targets.
         jax_versions: versions of jax that each target is compiled with; None: that of this environment.
 
     Returns:
         The paths of the manifests.
     """
-    found = [write_functions(directory, programs, targets=targets, jax_versions=jax_versions)]
+    found = [write_functions(directory, programs, jax_versions=jax_versions)]
     batch, context = ([1, 2], [32, 64]) if programs >= LARGE else ([1], [32])
     for case in cases():
         if (name := case.name) not in DECODERS:
@@ -82,7 +80,7 @@ def write_matrix(
         found[-1].write_text(
             f'[bundle]\nname = "{name}"\n[model]\nsource = "{name}"\ndtype = "float32"\n'
             f"[generate]\nbatch = {batch}\nprompt = [8]\ncontext = {context}\n"
-            + _target_tables(targets, jax_versions)
+            + _target_tables(TARGETS, jax_versions)
         )
     return found
 

@@ -22,12 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import workload
-from benchmarks.harness.fresh_processes import (
-    BENCHMARKS,
-    Row,
-    Sample,
-    interleave,
-)
+from benchmarks.harness.fresh_processes import BENCHMARKS, Row, Sample, interleave
 from benchmarks.harness.report import Table, cell
 from benchmarks.harness.results import begin, option_parser, save, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory

@@ -58,9 +58,8 @@ def ways(name: str, path: Path) -> dict[str, Callable[[], Any]]:
     on_device, host = arguments(jnp.asarray), arguments(lambda array: array)
     plain, ours = jax.jit(function), jit(function, bundle=bundle, on_miss="error")
     compiled = plain.lower(*on_device).compile()
-    with patch.object(
-        _jit_dispatch.Dispatch, "of", lambda _: None
-    ):  # as on a jax without its parts
+    # As on a jax without its parts.
+    with patch.object(_jit_dispatch.Dispatch, "of", lambda _: None):
         interpreted = jit(function, bundle=bundle, on_miss="error")
     found: dict[str, Callable[[], Any]] = {
         "jax.jit, jax.Array": lambda: plain(*on_device),

@@ -19,13 +19,7 @@ import re
 from typing import Any
 
 from benchmarks.harness import report
-from benchmarks.harness.fresh_processes import (
-    Row,
-    Sample,
-    interleave,
-    progress,
-    run_once,
-)
+from benchmarks.harness.fresh_processes import Row, Sample, interleave, progress, run_once
 from benchmarks.harness.report import Table, Target, cell, ratio_within_rounds, same_tokens
 from benchmarks.harness.results import begin, option_parser, publish_rows
 from benchmarks.harness.workspace import PREJIT_COMMAND, Bench, bench_directory

@@ -96,9 +96,8 @@ def build(
     stages: Counter[str] = Counter()
     for step in path:
         stages[_stage(step)] += step["end"] - step["start"]
-    at = peak[1] - (
-        seconds - path[-1]["end"]
-    )  # the report's clock begins when the modules are there
+    # The report's clock begins when the modules are there.
+    at = peak[1] - (seconds - path[-1]["end"])
     there = next((_stage(step) for step in path if step["start"] <= at <= step["end"]), "start")
     return LargeBuild(seconds, _cpu_seconds() - cpu, peak[0], there, dict(stages), tokens)
 

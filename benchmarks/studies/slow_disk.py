@@ -26,15 +26,7 @@ from benchmarks.harness.conditions import Condition, Start
 from benchmarks.harness.control_groups import Group
 from benchmarks.harness.fresh_processes import Row, interleave, progress
 from benchmarks.harness.limited_disk import READ_AHEAD_KB, NoSlowDiskError, disk_below, slow_disk
-from benchmarks.harness.report import (
-    MB,
-    Samples,
-    Table,
-    Target,
-    cell,
-    median,
-    ratio_within_rounds,
-)
+from benchmarks.harness.report import MB, Samples, Table, Target, cell, median, ratio_within_rounds
 from benchmarks.harness.results import RESULTS, begin, option_parser, publish_rows, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory
 

@@ -53,10 +53,7 @@ def cases():
 def place(number, scratch, mounts):
     """Run the servers of a worker, every second with a login, the first two with the referrers API."""
     user = USER if number % 2 else None
-    with (
-        fake_registry(user=user, has_referrers=number < 2) as registry,
-        fake_registry() as abroad,
-    ):
+    with fake_registry(user=user, has_referrers=number < 2) as registry, fake_registry() as abroad:
         asked = {"www_authenticate": f'Bearer realm="http://{abroad.host}/token",service="s"'}
         abroad.fault = lambda method, path: (401, asked) if path.startswith("/deny") else None
         directory = scratch / f"worker{number}"

@@ -333,9 +333,8 @@ def test_tokens_depend_on_nothing_but_the_request(subject, script, calls, lastin
         # Calls take so many steps where there is room; else that depends on measured times.
         patch.setattr(decode, "CALL_SECONDS", 1e9)
         patch.setattr(DecoderPrograms, "max_steps", lambda *_: next(given))
-        patch.setattr(
-            engine, "_LASTING_TOKENS", lasting
-        )  # a cache has room for them, then it grows
+        # A cache has room for them, then it grows.
+        patch.setattr(engine, "_LASTING_TOKENS", lasting)
         for name, value in script:
             getattr(run, name)(value)
         while run.live:

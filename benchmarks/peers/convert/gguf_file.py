@@ -25,21 +25,11 @@ import gguf
 import numpy as np
 
 _FILE_TYPES = {"f32": 0, "bf16": 32, "q8_0": 7, "q4_0": 2}
-_GPT2 = {
-    **{"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"},
-    **{"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"},
-    **{"ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
-}
-_LLAMA = {
-    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm"},
-    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
-    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
-    "self_attn.o_proj": "attn_output",
-    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
-}
 _KEPT = ("position_embd.weight", "ffn_gate_inp.weight", "shortconv.conv.weight")
 _HEADS = ("token_embd.weight", "output.weight")
 _EXPERT = ".mlp.experts."
+_TURNED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""The matrices whose rows llama.cpp rotates, with the key of their heads."""
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -56,27 +46,10 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield name, flat.reshape(about["shape"])
 
 
-def new_name(name: str, names: dict[str, str]) -> str:
-    """Return GGUF's name for a tensor: `h.3.ln_1.bias` is `blk.3.attn_norm.bias`."""
-    base, leaf = name.rsplit(".", 1)
-    if base in names:
-        return f"{names[base]}.{leaf}"
-    layer, _, rest = base.removeprefix("model.layers.").removeprefix("h.").partition(".")
-    return f"blk.{layer}.{names[rest]}.{leaf}"
-
-
 def named(path: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield GGUF's name and the values of each tensor, experts of a layer as one."""
-    if config["model_type"] in ("gpt2", "llama"):
-        names = _GPT2 if config["model_type"] == "gpt2" else _LLAMA
-        for name, values in tensors(path):
-            for kind, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
-                if f".{kind}_proj." in name:
-                    values = rotary_rows(values, config[heads])
-            yield new_name(name, names), values
-        return
     arch = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[config["model_type"]]
-    known = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    known = gguf.get_tensor_name_map(arch, config.get("n_layer") or config["num_hidden_layers"])
     stacks: dict[str, list[np.ndarray]] = {}
     for name, values in tensors(path):
         base, leaf = name.rsplit(".", 1)
@@ -90,6 +63,8 @@ def named(path: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]
             values = np.stack(stacks.pop(base))
         elif base.endswith(".conv.conv"):
             values = values[:, 0]
+        elif config["model_type"] == "llama" and (part := base.rpartition(".")[2]) in _TURNED:
+            values = rotary_rows(values, config[_TURNED[part]])
         yield f"{known.get_name(base)}.{leaf}", values
 
 

@@ -186,9 +186,8 @@ def _gguf_directories(before: float, dry_run: bool) -> Iterator[Found]:
             size, last_use = _tree_bytes(path), _last_use(path, path.stat(), dry_run)
             reason = "not used" if last_use < before else None
             if reason and not dry_run:
-                gone = path.with_name(
-                    f"{path.name}.gone"
-                )  # no build takes half of it for the whole
+                # No build takes half of it for the whole.
+                gone = path.with_name(f"{path.name}.gone")
                 shutil.rmtree(path.replace(gone))
             yield Found("GGUF directories", str(path), size, reason)
 

@@ -256,9 +256,8 @@ class ProcessError(PrejitError):
 
     def __init__(self, message: str, status: int, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.exit_code = (
-            status if status > 0 else 128 - status
-        )  # a signal, in the convention of shells
+        # A signal, in the convention of shells.
+        self.exit_code = status if status > 0 else 128 - status
 
 
 class PrejitWarning(UserWarning):

@@ -141,8 +141,7 @@ class LoadedBundle(OneProcess):
         self._is_forked = False
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
-                first_programs(digest),
-                lambda names: remember_first_programs(digest, names),
+                first_programs(digest), lambda names: remember_first_programs(digest, names)
             )
         self._begin_loading()
         disown_in_forks(self, LoadedBundle._disown)

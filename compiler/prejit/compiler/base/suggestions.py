@@ -22,9 +22,8 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 2**63:
         return f"an integer of {value.bit_length()} bits"
     text = json.dumps(value, ensure_ascii=False, default=str)
-    text = text.encode(
-        errors="backslashreplace"
-    ).decode()  # half a surrogate pair cannot be printed
+    # Half a surrogate pair cannot be printed.
+    text = text.encode(errors="backslashreplace").decode()
     return shortened(text, 60)
 
 

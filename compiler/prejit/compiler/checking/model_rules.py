@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prejit.compiler.checking.subject import ROWS, Array, Finding, Subject, difference
+from prejit.compiler.lowering.kv_cache_arrays import padded_cache
 from prejit.compiler.models.protocol import Cache
 
 Compared = tuple[str, Any, Any]
@@ -146,10 +147,7 @@ def end(subject: Subject) -> Finding:
         f"padding that runs past the last of {positions} positions to change nothing",
         "write no token at t >= length: XLA moves a dynamic_update_slice that passes the end back over "
         "earlier positions, and a scatter needs mode='drop'",
-        [
-            ("in the call", logits[0], logits[1]),
-            ("in the next call", later[0], later[1]),
-        ],
+        [("in the call", logits[0], logits[1]), ("in the next call", later[0], later[1])],
     )
 
 
@@ -391,21 +389,10 @@ def _padded(subject: Subject, sources: Array) -> list[Compared]:
         ("with more padding of the source", _encoded_logits(subject, in_larger), right),
         (
             "after the cache was padded",
-            _encoded_logits(subject, _padded_cache(cache, in_larger)),
+            _encoded_logits(subject, padded_cache(cache, jax.tree.leaves(in_larger))),
             right,
         ),
     ]
-
-
-def _padded_cache(cache: Cache, larger: Cache) -> Cache:
-    """Return a cache with zeros behind its places, so that it has the shapes of a larger one."""
-    return jax.tree.map(
-        lambda one, two: jnp.pad(
-            one, [(0, b - a) for a, b in zip(one.shape, two.shape, strict=True)]
-        ),
-        cache,
-        larger,
-    )
 
 
 def _encoded_logits(subject: Subject, cache: Cache, rows: slice = slice(None)) -> Array:

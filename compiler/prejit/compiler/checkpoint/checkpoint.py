@@ -45,9 +45,9 @@ from prejit.runtime.errors import CheckpointError
 from prejit.runtime.lora.peft_files import adapter_files
 
 if TYPE_CHECKING:
+    from prejit.compiler.models.int4_rounding import Rows
     from prejit.compiler.models.layers.layer_config import Naming
     from prejit.compiler.models.parameters import Parameter
-    from prejit.compiler.models.quantizing import Rows
 
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"
@@ -262,11 +262,7 @@ def open_checkpoint(
 
 
 def open_encoder(
-    directory: Path,
-    *,
-    images: bool = False,
-    layout: SentenceLayout | None = None,
-    **options: Any,
+    directory: Path, *, images: bool = False, layout: SentenceLayout | None = None, **options: Any
 ) -> Checkpoint:
     """Find the files of an encoder: those of its transformer and of its other modules.
 

@@ -68,10 +68,7 @@ def _read(path: Path, *, arrays: bool) -> tuple[dict[str, Any], set[int]]:
         CheckpointError: the file is one of several, or of another byte order.
         ValueError, struct.error: the file is damaged.
     """
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         cursor = _Cursor(content, arrays)
         if cursor.bytes(4, "the file") != b"GGUF":
             raise ValueError("it does not begin with GGUF")

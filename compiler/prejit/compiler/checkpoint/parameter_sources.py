@@ -37,7 +37,7 @@ _FP4 = np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
 
 
 class ParameterSource(Protocol):
-    """The source of a parameter, whose rows are read when they are used (see `quantizing.Rows`)."""
+    """The source of a parameter, whose rows are read when they are used (see `int4_rounding.Rows`)."""
 
     @property
     def published(self) -> str:

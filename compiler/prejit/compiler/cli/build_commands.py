@@ -403,6 +403,7 @@ REBUILD_DIFFERS = 8
     "--verify",
     is_flag=True,
     required=True,
+    expose_value=False,
     help="Compare the rebuild with BUNDLE, and keep neither.",
 )
 @click.option(
@@ -415,22 +416,12 @@ REBUILD_DIFFERS = 8
 @VERBOSE
 @JSON
 def rebuild(
-    bundle: Path,
-    verify: bool,
-    manifest: Path | None,
-    jobs: int | None,
-    timeout: int,
-    as_json: bool,
+    bundle: Path, manifest: Path | None, jobs: int | None, timeout: int, as_json: bool
 ) -> int:
     """Build BUNDLE again from its recorded inputs, and compare the two part by part."""
     from prejit.compiler.progress import open_progress
     from prejit.compiler.rebuilding.rebuilt import rebuild as build_again
-    from prejit.runtime.errors import UsageError
 
-    if not verify:
-        raise UsageError(
-            "expected --verify, found none", hint="`prejit build` builds; `prejit rebuild` compares"
-        )
     with open_progress() as progress:
         found = build_again(
             bundle, manifest, progress=progress, workers=jobs, timeout_seconds=timeout

@@ -1,4 +1,4 @@
-"""`prejit bench`, `diff` and `fleet`: what a bundle does on machines, and what differs between two."""
+"""`prejit bench`, `diff`, `fleet` and `wheel`: a bundle on machines, beside another one, and in a wheel."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from prejit.runtime.cli.command_options import (
     LOCAL_BUNDLE,
     PATH,
     SECONDS,
+    WHOLE_BUNDLE,
     Number,
     check_one,
     loads,
@@ -284,8 +285,7 @@ def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json
     report = explain_fleet(targets, found.machines, found.unreadable)
     if page is not None:
         write_text(
-            page,
-            fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, directory, report),
+            page, fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, directory, report)
         )
     if as_json:
         print_json(report.described())
@@ -343,3 +343,27 @@ def _fleet_text(report: FleetReport) -> str:
             )
         )
     return "\n\n".join(parts)
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit wheel artifacts/demo -o dist\n"
+    "  prejit wheel artifacts/demo --version 1.2.0"
+)
+@WHOLE_BUNDLE
+@click.option("-o", "--output", **DIR, default="dist", help="Directory of wheels.")
+@click.option(
+    "--version",
+    metavar="VERSION",
+    help="Version of the wheel (default: 0 and the first digits of the bundle's digest).",
+)
+@JSON
+def wheel(path: str, output: str, version: str | None, as_json: bool) -> int:
+    """Write a wheel with a bundle in it, which `load("wheel:NAME-bundle")` finds once it is installed."""
+    from prejit.compiler.pipeline.bundle_wheel import write_wheel
+
+    written = write_wheel(path, Path(output), version)
+    if as_json:
+        print_json({"path": str(written), "bytes": written.stat().st_size})
+    else:
+        print_text(str(written))
+    return 0

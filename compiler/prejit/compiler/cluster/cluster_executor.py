@@ -34,12 +34,7 @@ from prejit.compiler.cluster.node import (
     send,
 )
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
-from prejit.compiler.compile.executor import (
-    give_error,
-    give_result,
-    need_of,
-    pass_on,
-)
+from prejit.compiler.compile.executor import give_error, give_result, need_of, pass_on
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 from prejit.compiler.compile.stored_executables import compile_once, find_compiled
@@ -407,11 +402,7 @@ class ClusterExecutor:
 
         try:
             outcome, is_new = compile_once(
-                self._store,
-                job,
-                compile_job,
-                progress=self._progress,
-                give_up=self._closed.is_set,
+                self._store, job, compile_job, progress=self._progress, give_up=self._closed.is_set
             )
         except _OtherCpuError:
             self._progress.add(-1)  # the pool counts it again

@@ -188,12 +188,7 @@ class _Counting:
         self._read: dict[tuple[str, str], Operations] = {}
 
     def difference(
-        self,
-        name: str,
-        old: ReadTarget,
-        new: ReadTarget,
-        was: ProgramEntry,
-        now: ProgramEntry,
+        self, name: str, old: ReadTarget, new: ReadTarget, was: ProgramEntry, now: ProgramEntry
     ) -> ProgramDifference | None:
         """Return how a program differs; None: it does not."""
         has_new_program = was.portable.raw_digest != now.portable.raw_digest

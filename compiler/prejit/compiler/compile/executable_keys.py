@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 
 from prejit.compiler.compile.compile_jobs import Source
@@ -17,15 +16,12 @@ _FLAGS_THAT_PRINT = ("--xla_dump", "--xla_backtrace", "--xla_vlog", "--xla_gpu_d
 """Prefixes of flags with which XLA writes files or logs beside the same executable."""
 
 
-def executable_key(
-    name: str, toolchain: Toolchain, source: Source, environ: Mapping[str, str] | None = None
-) -> Key:
+def executable_key(name: str, toolchain: Toolchain, source: Source) -> Key:
     """Return the key of compiling a program with a toolchain.
 
     The target's name is no ingredient: two targets for the same machine share their executables. Nor is jax
     where jaxlib alone compiles, which it does for CPUs: a worker imports nothing else.
     """
-    environ = os.environ if environ is None else environ
     target = toolchain.target
     # Ingredients of their own: the program's platforms, and the digest of the tuning file.
     untuned = replace(toolchain, tuned=None)
@@ -45,8 +41,8 @@ def executable_key(
         ("architecture", target.architecture),
         *((key, _text(value)) for key, value in machine.items() if value is not None),
         # Without the tuning: its content counts, and not its path.
-        ("xla_flags", _deciding(untuned.xla_flags(environ))),
-        ("environment", " ".join(effective_environment(target.platform, environ))),
+        ("xla_flags", _deciding(untuned.xla_flags(os.environ))),
+        ("environment", " ".join(effective_environment(target.platform, os.environ))),
     ]
     if toolchain.tuned is not None:
         ingredients.append(("tuning", toolchain.tuned.digest))

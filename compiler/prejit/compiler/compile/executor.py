@@ -99,9 +99,7 @@ def pass_on(future: Future[Compiled], ended: Future[Compiled]) -> None:
         future.set_result(ended.result())
 
 
-def collect(
-    futures: Mapping[tuple[str, str], Future[Compiled]],
-) -> dict[tuple[str, str], Compiled]:
+def collect(futures: Mapping[tuple[str, str], Future[Compiled]]) -> dict[tuple[str, str], Compiled]:
     """Wait for all jobs and return their results, by (program, name of the target).
 
     Raises:

@@ -10,26 +10,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
-from prejit.compiler.compile.executor import (
-    give_error,
-    give_result,
-    need_of,
-    size_need,
-)
+from prejit.compiler.compile.executor import give_error, give_result, need_of, size_need
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.stored_executables import compile_once, find_compiled
-from prejit.compiler.compile.worker_process import (
-    JOB_SECONDS,
-    WorkerKilledError,
-    WorkerProcess,
-)
+from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerKilledError, WorkerProcess
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.process_memory import free_memory_bytes
@@ -79,7 +69,6 @@ class WorkerPool:
         *,
         workers: int | None = None,
         progress: Progress | None = None,
-        environ: Mapping[str, str] | None = None,
         timeout_seconds: float = JOB_SECONDS,
         in_order: bool = False,
     ) -> None:
@@ -89,7 +78,6 @@ class WorkerPool:
             store: holds portable programs and kernels; executables go there.
             workers: maximum number of worker processes; None: `default_workers()`.
             progress: shows each job.
-            environ: environment variables that workers inherit; None: this process's.
             timeout_seconds: time limit of one job; then the pool kills its worker.
             in_order: whether jobs are taken as they are submitted, and not the longest first: the caller
                 divides them among machines by their order.
@@ -97,7 +85,7 @@ class WorkerPool:
         self._store = store
         self._limit = workers or default_workers()
         self._progress = progress or Quiet()
-        self._environ = dict(os.environ if environ is None else environ)
+        self._environ = dict(os.environ)
         self._timeout_seconds = timeout_seconds
         self._in_order = in_order
         self._memory = _available_bytes()

@@ -100,11 +100,7 @@ class WorkerProcess:
         return list[int](self._measured({"measure": request}, seconds))
 
     def measure_forms(
-        self,
-        product: Product,
-        forms: Mapping[str, str],
-        kernels: str,
-        seconds: float = JOB_SECONDS,
+        self, product: Product, forms: Mapping[str, str], kernels: str, seconds: float = JOB_SECONDS
     ) -> dict[str, int]:
         """Return the nanoseconds that each form of a product takes here: see `worker_timing.measure_forms`.
 

@@ -23,12 +23,7 @@ from prejit.runtime.format.opening import OpenTarget, match
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.fleet_machines import Machine
-from prejit.runtime.ship.reference import (
-    MOST_TAG_LETTERS,
-    REGISTRY,
-    Reference,
-    parse_reference,
-)
+from prejit.runtime.ship.reference import MOST_TAG_LETTERS, REGISTRY, Reference, parse_reference
 from prejit.runtime.ship.repository import BundleFiles, Repository, Shipment, shipment_of
 from prejit.runtime.ship.shipping import (
     Counting,

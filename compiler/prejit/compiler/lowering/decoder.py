@@ -15,7 +15,7 @@ from prejit.compiler.lowering.kv_cache_arrays import (
     CacheLayout,
     cache_layout,
     decoder_fields,
-    padded,
+    padded_cache,
     source_array,
 )
 from prejit.compiler.lowering.sampling_programs import (
@@ -30,8 +30,8 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.decoders import PlacedImages
 from prejit.compiler.models.layers import linear
 from prejit.compiler.models.layers.attention import each_row
+from prejit.compiler.models.layers.forms_while_tracing import Forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig
-from prejit.compiler.models.layers.product_forms import Forms
 from prejit.compiler.models.layers.row_adapters import AdapterStacks, RowAdapters, adapting
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache
@@ -340,7 +340,7 @@ def _lower_encode(layout: CacheLayout, spec: ProgramSpec, forms: Forms | None) -
         weights: Mapping[str, jax.Array], source: jax.Array, length: jax.Array
     ) -> tuple[jax.Array, ...]:
         cache = layout.model.bind(weights).encode(source, length, context, layout.dtype)
-        return tuple(jax.tree.leaves(padded(cache, arrays)))
+        return tuple(jax.tree.leaves(padded_cache(cache, arrays)))
 
     source = source_array(layout.model, spec.bucket["source"], batch)
     given = jax.ShapeDtypeStruct(source.shape, jnp.dtype(source.dtype))

@@ -18,9 +18,9 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+from prejit.compiler.models.layers.forms_while_tracing import Forms, using
 from prejit.compiler.models.layers.kernel_calls import Operand, linear
 from prejit.compiler.models.layers.linear import dot
-from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.native.products import KERNEL, KERNEL_CALLS, Product
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.machine.fingerprint import PLATFORMS
@@ -100,11 +100,7 @@ def export_on(
         if isinstance(results, tuple):
             out = (*[sharding()] * (len(results) - 1), out)
         return export_program(
-            function,
-            values,
-            in_shardings=shardings,
-            out_shardings=out,
-            donate_argnums=donated,
+            function, values, in_shardings=shardings, out_shardings=out, donate_argnums=donated
         )
 
 

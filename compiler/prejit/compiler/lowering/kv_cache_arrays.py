@@ -6,7 +6,7 @@ and the axes that differ are found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,11 +169,11 @@ def _differing(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
     return [axis for axis, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
 
 
-def padded(cache: Cache, arrays: tuple[Array, ...]) -> Cache:
+def padded_cache(cache: Cache, arrays: Sequence[Array | jax.Array]) -> Cache:
     """Return a cache whose axes of a shorter source are padded with zeros to the sizes of `arrays`."""
     leaves, tree = jax.tree.flatten(cache)
 
-    def pad(leaf: jax.Array, array: Array) -> jax.Array:
+    def pad(leaf: jax.Array, array: Array | jax.Array) -> jax.Array:
         missing = [(0, want - size) for size, want in zip(leaf.shape, array.shape, strict=True)]
         return jnp.pad(leaf, missing) if any(after for _, after in missing) else leaf
 
@@ -195,8 +195,5 @@ def decoder_fields(
         found["adapters"] = tuple(map(str, adapters.arrays))
     if layout.source is not None:
         array = source_array(layout.model, layout.source)
-        axes = zip(array.variables, array.shape, strict=True)
-        found["source"] = str(
-            replace(array, shape=tuple(1 if variable else size for variable, size in axes))
-        )
+        found["source"] = str(replace(array, shape=array.shape_at({ROWS: 1, SOURCE: 1})))
     return found

@@ -342,11 +342,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             }
         },
         "shardings": {
-            "additionalProperties": {
-                "type": "array",
-                "items": {"type": "string"},
-                "minItems": 1,
-            }
+            "additionalProperties": {"type": "array", "items": {"type": "string"}, "minItems": 1}
         },
         "static": {
             "additionalProperties": {

@@ -195,19 +195,13 @@ def check_manifest(manifest: Manifest) -> Manifest:
     if problems:
         raise _manifest_error(manifest.where, {}, problems)
     checked = zip(manifest.programs, sections.get("program", ()), strict=True)
-    return Manifest(
-        manifest.bundle,
-        model=manifest.model,
+    return replace(
+        manifest,
         generate=sections.get("generate"),
         draft=sections.get("draft"),
         adapters=sections.get("adapters"),
         encode=sections.get("encode"),
-        slo=manifest.slo,
-        mesh=manifest.mesh,
-        programs=[replace(given, buckets=table.buckets) for given, table in checked],
-        libraries=manifest.libraries,
-        targets=manifest.targets,
-        path=manifest.path,
+        programs=tuple(replace(given, buckets=table.buckets) for given, table in checked),
     )
 
 

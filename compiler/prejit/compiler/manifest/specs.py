@@ -71,14 +71,7 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
             mask = "" if program.mask is None else str(program.mask)
             specs.append(
                 ProgramSpec(
-                    name,
-                    "call",
-                    bucket,
-                    program.name,
-                    static,
-                    mask,
-                    program.padded,
-                    program.opened,
+                    name, "call", bucket, program.name, static, mask, program.padded, program.opened
                 )
             )
     return tuple(specs)

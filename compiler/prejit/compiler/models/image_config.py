@@ -15,7 +15,6 @@ from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.image_models import (
-    ImageConfig,
     ImageModel,
     ImageSource,
     SingleTower,
@@ -26,12 +25,13 @@ from prejit.compiler.models.families.image_table import IMAGE_MODELS, ImageRow
 from prejit.compiler.models.families.image_towers import ImageFamily
 from prejit.compiler.models.families.sentence import EncoderConfig
 from prejit.compiler.models.families.sentence_layout import read_layout
-from prejit.compiler.models.layers import product_forms
+from prejit.compiler.models.layers import forms_while_tracing
 from prejit.compiler.models.layers.config_checks import check_config, check_file
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, Naming, refused
 from prejit.compiler.models.layers.linear import ACTIVATIONS
 from prejit.compiler.models.parameters import Parameter, parameters_of
 from prejit.runtime.errors import CheckpointError
+from prejit.runtime.format.bundle_schema import Images
 
 _LABELED = "ForImageClassification"
 _MOST_LABELS = 2**16
@@ -242,7 +242,7 @@ def _labels(file: Path, content: Mapping[str, Any]) -> tuple[tuple[str, ...], st
     return tuple(names[key] for key in keys), "sigmoid" if len(keys) == 1 else kinds[kind]
 
 
-def describe_images(source: ImageSource) -> ImageConfig:
+def describe_images(source: ImageSource) -> Images:
     """Return the sizes of an image encoder, which lowering and encoding need."""
     config, processing = source.config, source.processing
     row = IMAGE_MODELS[config.model_type]
@@ -252,7 +252,7 @@ def describe_images(source: ImageSource) -> ImageConfig:
     else:
         width = _width(config, row)
         scores = "sigmoid" if row.towers.pads else "softmax"
-    return ImageConfig(
+    return Images(
         config.model_type,
         width,
         processing.size,
@@ -301,7 +301,7 @@ def make_images(
         prefix = row.naming.prefix.removesuffix(".")
         return SingleTower(row.towers, source, prefix, with_mean=row.with_mean)
 
-    with product_forms.storing(out_in=out_in):
+    with forms_while_tracing.storing(out_in=out_in):
         module: ImageModel = nnx.eval_shape(build)
     quantizing.store(module, dtype, groups)
     return module

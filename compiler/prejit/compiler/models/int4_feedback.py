@@ -43,7 +43,7 @@ _OUTPUTS = 512
 
 def squares(x: Values) -> Values:
     """Return the products of inputs with inputs, summed over rows: float32 [R, in] to [in, in]."""
-    by_input = _contiguous(x.T)
+    by_input = np.ascontiguousarray(x.T)
     parts = range(0, len(by_input), _OUTPUTS)
     return np.concatenate([_product(by_input[at : at + _OUTPUTS], x) for at in parts])
 
@@ -109,7 +109,7 @@ def _factored(left: Values, damping: float) -> Inputs:
         scaled = factor[start:end, :start]
         if start:
             weighed = scaled * remaining[start:end, None]
-            left[:start, :start] -= _product(_contiguous(scaled.T), weighed)
+            left[:start, :start] -= _product(np.ascontiguousarray(scaled.T), weighed)
     return Inputs(factor.T, remaining, products)
 
 
@@ -124,7 +124,7 @@ def _rounded(weights: Values, inputs: Inputs, name: str, groups: Groups) -> tupl
         passed = inputs.passed[:end, start:end]
         wanted = np.array(weights[start:end], np.float32)
         if start:
-            wanted += _product(_contiguous(passed[:start].T), errors[:start])
+            wanted += _product(np.ascontiguousarray(passed[:start].T), errors[:start])
         for at in range(start, end):
             place = at - start
             if at % size == 0:
@@ -163,14 +163,14 @@ def _improve(
     Integers and errors are [in, R], scales and zero points float16 [groups, R].
     """
     for start in range(0, len(errors), _INPUTS):
-        block = _contiguous(products[start : start + _INPUTS])
+        block = np.ascontiguousarray(products[start : start + _INPUTS])
         slopes = np.array(_product(block, errors))
         for at in range(start, start + len(block), size):
             group, here = slice(at, at + size), slice(at - start, at - start + size)
             levels = integers[group].astype(np.float32)
             zero = 0 if zeros is None else zeros[at // size].astype(np.float32)
             levels -= zero
-            inner = _contiguous(block[here, group])
+            inner = np.ascontiguousarray(block[here, group])
             square = np.einsum("ij,ij->j", levels, _product(inner, levels))
             step = np.einsum("ij,ij->j", levels, slopes[here]) / np.where(square > 0, square, 1)
             scale = scales[at // size].astype(np.float32)
@@ -178,7 +178,7 @@ def _improve(
                 scales[at // size] = scale + step * (square > 0)
             changed = levels * (scales[at // size].astype(np.float32) - scale)
             errors[group] -= changed
-            slopes -= _product(_contiguous(block[:, group]), changed)
+            slopes -= _product(np.ascontiguousarray(block[:, group]), changed)
             scale = scales[at // size].astype(np.float32)
             divisor = np.where(scale == 0, 1, scale)
             for row in range(at, at + size):
@@ -200,10 +200,6 @@ def _before_rounding(weights: Values, wanted: Values, passed: Values) -> Values:
     for row in range(len(changes) - 1):
         changes[row + 1 :] -= np.outer(passed[row, row + 1 : len(changes)], changes[row])
     return weights + changes
-
-
-def _contiguous(array: Values) -> Values:
-    return np.ascontiguousarray(array)
 
 
 def _product(a: Values, b: Values) -> Values:

@@ -44,11 +44,17 @@ _MOST_THREADS = 8
 """Maximum threads that round a matrix: more would wait for the disk, and take memory."""
 
 
-class _Rows(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+class Rows(Protocol):
+    """An array whose rows may be read when they are used. A NumPy array is one."""
 
-    def __getitem__(self, part: slice, /) -> Values: ...
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> Values:
+        """Return a slice of the first axis."""
+        ...
 
 
 def fits(inputs: int, outputs: int) -> bool:
@@ -63,9 +69,8 @@ def rounded(groups: Values, weights: Values | None = None) -> tuple[Values, Valu
     Scales beyond float16 are infinite. An error is half a scale at most, or that of a value which is clipped.
     `weights` are those of the squared errors, float32 [G]; None: they count alike.
     """
-    flat = np.ascontiguousarray(groups).reshape(
-        -1, groups.shape[-1]
-    )  # one order of sums for any block
+    # One order of sums for any block.
+    flat = np.ascontiguousarray(groups).reshape(-1, groups.shape[-1])
     largest = np.take_along_axis(flat, np.abs(flat).argmax(1)[:, None], 1)
     largest = np.where(np.abs(largest) < np.finfo(np.float32).tiny, 1, largest)
     found, best = np.zeros((2, len(flat)), np.float32)
@@ -122,10 +127,7 @@ def rounded_with_zeros(groups: Values) -> tuple[Values, Values, Values]:
 
 
 def quantized(
-    values: _Rows,
-    contracted: int,
-    name: str,
-    groups: Groups = GROUPS_OF_32,
+    values: Rows, contracted: int, name: str, groups: Groups = GROUPS_OF_32
 ) -> tuple[Values, Values]:
     """Return the words and the scales of a matrix (layers/int4_words.py).
 
@@ -181,7 +183,7 @@ def require_finite(found: Sequence[Values], name: str) -> None:
         )
 
 
-def quantized_experts(values: _Rows, name: str) -> tuple[Values, Values]:
+def quantized_experts(values: Rows, name: str) -> tuple[Values, Values]:
     """Return the words and the scales of the matrices of experts, [E, out, in], read one by one.
 
     `name` and errors are as for `quantized`.

@@ -174,16 +174,14 @@ def kept_in_words(found: Integers, groups: Groups) -> tuple[Values, Values] | No
     with np.errstate(over="ignore", invalid="ignore"):
         scales = plain.scales.astype(np.float16)
         errors = scales - plain.scales
-    if not np.linalg.norm(errors) <= _ROUNDING * np.linalg.norm(
-        plain.scales
-    ):  # NaN: one is infinite
+    # It is NaN if one is infinite.
+    if not np.linalg.norm(errors) <= _ROUNDING * np.linalg.norm(plain.scales):
         return None
     broken = np.abs(errors) > _WORST_ROUNDING * np.abs(plain.scales).max(
         1, keepdims=True, initial=0
     )
-    if (
-        broken & _has_values(plain)
-    ).any():  # in the norm of all scales those of a small output hide
+    # In the norm of all scales those of a small output hide.
+    if (broken & _has_values(plain)).any():
         return None
     if np.abs(zeros).max(initial=0) > _LARGEST_ZERO:
         return None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from prejit.compiler.base.stored_dtypes import (
     stored_as,
 )
 from prejit.compiler.models import int4_rounding, published_integers
+from prejit.compiler.models.int4_rounding import Rows
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.linear import Embedding, Linear
@@ -50,19 +51,6 @@ MATRICES = Linear | Embedding | ExpertMatrices
 _SCALE = "_scale"
 _BLOCK_ELEMENTS = 1 << 20
 """Elements that are in memory in float32 at a time: 4 MB. An embedding may have a billion bytes."""
-
-
-class Rows(Protocol):
-    """An array whose rows may be read when they are used. A NumPy array is one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        ...
-
-    def __getitem__(self, part: slice, /) -> Values:
-        """Return a slice of the first axis."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -352,9 +340,7 @@ def in_turn(
 
 
 def quantized(
-    values: Rows,
-    contracted: int | tuple[int, ...],
-    stored: StoredDtype = STORED_DTYPES["int8"],
+    values: Rows, contracted: int | tuple[int, ...], stored: StoredDtype = STORED_DTYPES["int8"]
 ) -> tuple[Values, Values]:
     """Return a matrix as integers and scales.
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.models.families.image_models import ImageConfig
 from prejit.compiler.models.families.image_processing import FILES, read_processing
 from prejit.compiler.models.families.seeing_decoder import Sight
 from prejit.compiler.models.layers.config_checks import check_config, check_file, checks_of
 from prejit.compiler.models.layers.layer_config import refused
 from prejit.compiler.models.layers.linear import ACTIVATIONS
 from prejit.runtime.errors import CheckpointError
+from prejit.runtime.format.bundle_schema import Images
 
 SEEING = {"gemma3": "siglip_vision_model"}
 """The model types whose images are read, with the model_type of their tower."""
@@ -63,10 +63,7 @@ def read_sight(directory: Path, text: Any) -> Sight:
             f"{file}: vision_config: transformers refuses it: {reason}"
         ) from error
     check_config(file, vision, _VISION)
-    wanted: Mapping[str, tuple[Any, ...]] = {
-        "num_channels": (3,),
-        "hidden_act": tuple(ACTIVATIONS),
-    }
+    wanted: Mapping[str, tuple[Any, ...]] = {"num_channels": (3,), "hidden_act": tuple(ACTIVATIONS)}
     for key, values in wanted.items():
         if (found := getattr(vision, key)) not in values:
             raise refused(file, f"vision_config.{key}", " or ".join(map(shown, values)), found)
@@ -87,10 +84,10 @@ def read_sight(directory: Path, text: Any) -> Sight:
     return Sight(vision, processing, tokens, token_id, marks)
 
 
-def describe_sight(sight: Sight, width: int) -> ImageConfig:
+def describe_sight(sight: Sight, width: int) -> Images:
     """Return what generation needs to know of images; `width` is the decoder's."""
     processing = sight.processing
-    return ImageConfig(
+    return Images(
         sight.vision.model_type,
         sight.tokens * width,
         processing.size,

@@ -136,7 +136,7 @@ def build_kernels(
         UsageError: CXX has a quote that is not closed.
         BuildError: a compiler made something other than a library of kernels.
     """
-    inputs = _inputs(toolchain, sources)
+    inputs = _inputs(toolchain)
     if isinstance(inputs, NoKernels):
         return inputs
     level, headers = inputs
@@ -185,7 +185,7 @@ def find_kernels(
         StoreError: the cache, the sources or the headers cannot be read.
         UsageError: CXX has a quote that is not closed.
     """
-    inputs = _inputs(toolchain, sources)
+    inputs = _inputs(toolchain)
     if isinstance(inputs, NoKernels):
         return inputs
     level, headers = inputs
@@ -207,7 +207,7 @@ def kernel_conditions(
 
     Nothing where this machine no longer has the compiler that made it.
     """
-    inputs = _inputs(toolchain, sources)
+    inputs = _inputs(toolchain)
     if isinstance(inputs, NoKernels):
         return {}
     level, headers = inputs
@@ -247,7 +247,7 @@ def _version_key(command: list[str], program: str) -> Key:
     return Key("compiler", command[0], ingredients)
 
 
-def _inputs(toolchain: Toolchain, sources: Path) -> tuple[str, Path] | NoKernels:
+def _inputs(toolchain: Toolchain) -> tuple[str, Path] | NoKernels:
     """Return the level and the FFI headers to compile with."""
     level = level_of(toolchain.target)
     if isinstance(level, NoKernels):

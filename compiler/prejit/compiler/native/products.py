@@ -55,9 +55,8 @@ class Product:
         if STORED_DTYPES[self.dtype].words is not None:
             return (KERNEL,)  # it has one order for any number of rows, on every level
         if self.rounds_rows and not self.in_out:
-            return (
-                INTEGERS,
-            )  # a token's numbers must not depend on how many rows share its product
+            # A token's numbers must not depend on how many rows share its product.
+            return (INTEGERS,)
         if not STORED_DTYPES[self.dtype].is_narrow:
             xla: tuple[str, ...] = (DOT,)
         else:

@@ -40,11 +40,7 @@ from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.lower.program_submission import Submitting
 from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.measure.accuracy import (
-    choose_bits,
-    measure_accuracy,
-    round_by_text,
-)
+from prejit.compiler.pipeline.measure.accuracy import choose_bits, measure_accuracy, round_by_text
 from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
@@ -54,11 +50,7 @@ from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLa
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
-from prejit.compiler.pipeline.pack.model_layers import (
-    WeightsLayer,
-    pack_weights,
-    read_layers,
-)
+from prejit.compiler.pipeline.pack.model_layers import WeightsLayer, pack_weights, read_layers
 from prejit.compiler.pipeline.pack.provenance import build_provenance
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
 from prejit.compiler.pipeline.planned_executables import TargetTools

@@ -22,12 +22,7 @@ from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.bundle_schema import Descriptor, Index
 from prejit.runtime.format.index_writing import encode_root, is_ours, locked
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import (
-    EMPTY_MEDIA_TYPE,
-    MANIFEST_MEDIA_TYPE,
-    OCI_LAYOUT,
-    REF_NAME,
-)
+from prejit.runtime.format.names import EMPTY_MEDIA_TYPE, MANIFEST_MEDIA_TYPE, OCI_LAYOUT, REF_NAME
 from prejit.runtime.format.referrers import ATTACHED, Referrer, attached_entry, reached, referrers
 from prejit.runtime.format.root import read_root
 

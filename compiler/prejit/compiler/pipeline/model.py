@@ -92,7 +92,7 @@ class ModelSource:
         shape: a decoder's `DecoderConfig`; an encoder's `EncoderConfig`; None: it reads images alone.
         module: the abstract flax module.
         adapters: the room for adapters that are kept apart from its weights; None: there is none.
-        images: an `ImageConfig`; None: it reads no images.
+        images: a `bundle_schema.Images`; None: it reads no images.
     """
 
     files: ModelFiles

@@ -62,7 +62,7 @@ from prejit.compiler.targets.target_table import chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError
-from prejit.runtime.format.bundle_schema import Segment
+from prejit.runtime.format.bundle_schema import Images, Segment
 from prejit.runtime.format.names import DRAFT
 
 _WITHOUT_KERNELS = ("copy", "draft-copy", "call")
@@ -94,8 +94,8 @@ class Lowered:
         arguments, results: the other arguments, and the results, as `Array` prints them.
         decoder: the fields of `bundle_schema.Decoder` that the model decides; None for other programs.
         weight_shardings: for each weight that a mesh splits, the mesh axis of each dimension.
-        encoder, images: the fields of `bundle_schema.Encoder` or `Images` that the model decides; None for
-            other programs.
+        encoder: the fields of `bundle_schema.Encoder` that the model decides; None for other programs.
+        images: what a program that reads images does; None for other programs.
         weight_sets: the sets of tensors that the program runs with in turn; empty: `weights` alone.
         estimated_microseconds: estimated time of a run, for machines that cannot measure it; 0: unknown.
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
@@ -114,7 +114,7 @@ class Lowered:
     decoder: dict[str, Any] | None = None
     weight_shardings: dict[str, str] = field(default_factory=dict)
     encoder: dict[str, Any] | None = None
-    images: dict[str, Any] | None = None
+    images: Images | None = None
     weight_sets: dict[str, tuple[str, ...]] = field(default_factory=dict)
     estimated_microseconds: int = 0
     arguments_tree: str | None = None

@@ -98,10 +98,7 @@ def job_of(
 
 
 def known_job(
-    plan: Plan,
-    program: PlannedProgram,
-    tools: Callable[[ProgramSpec], TargetTools],
-    store: Store,
+    plan: Plan, program: PlannedProgram, tools: Callable[[ProgramSpec], TargetTools], store: Store
 ) -> CompileJob:
     """Return the job that makes an executable, if the store has all that decides it.
 

@@ -168,10 +168,7 @@ def weights_key(
             *_files(files),
         ]
     if draft is not None and manifest.draft is not None:
-        ingredients += [
-            ("draft dtype", manifest.draft.dtype),
-            ("draft matrices", draft.matrices),
-        ]
+        ingredients += [("draft dtype", manifest.draft.dtype), ("draft matrices", draft.matrices)]
     for section, contents in user.items():
         for name, content in contents.items():
             ingredients.append((f"{section}:{name}", content))

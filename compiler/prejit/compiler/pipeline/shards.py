@@ -91,11 +91,7 @@ class Packing:
         self._executables = ""
 
     def wait(
-        self,
-        executables: str,
-        progress: Progress,
-        *,
-        give_up: Callable[[], bool] = lambda: False,
+        self, executables: str, progress: Progress, *, give_up: Callable[[], bool] = lambda: False
     ) -> Packed | Turn:
         """Wait while another shard packs; return what it has packed, or whose turn it is.
 

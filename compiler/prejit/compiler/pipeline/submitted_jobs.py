@@ -178,12 +178,7 @@ def submit(
 
 
 def submit_known(
-    plan: Plan,
-    program: PlannedProgram,
-    *,
-    tools: Sequence[TargetTools],
-    store: Store,
-    jobs: Jobs,
+    plan: Plan, program: PlannedProgram, *, tools: Sequence[TargetTools], store: Store, jobs: Jobs
 ) -> list[Submitted] | None:
     """Hand a program to the executor for each target, if the store has what it is compiled from.
 

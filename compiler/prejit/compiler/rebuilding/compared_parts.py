@@ -26,13 +26,7 @@ from prejit.runtime.base.files import Content
 from prejit.runtime.base.wording import few, shortened
 from prejit.runtime.device.portable import stablehlo_module
 from prejit.runtime.format.blobs import Layer, read_whole
-from prejit.runtime.format.bundle_schema import (
-    Config,
-    Descriptor,
-    Kernels,
-    ProgramEntry,
-    Segment,
-)
+from prejit.runtime.format.bundle_schema import Config, Descriptor, Kernels, ProgramEntry, Segment
 from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout

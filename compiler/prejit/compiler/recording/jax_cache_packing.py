@@ -151,10 +151,7 @@ def is_of(target: RecordedTarget, machine: Fingerprint) -> bool:
 
 
 def collect(
-    cache: Path,
-    processes: Sequence[WatchedProcess],
-    machine: Fingerprint,
-    known: Collection[str],
+    cache: Path, processes: Sequence[WatchedProcess], machine: Fingerprint, known: Collection[str]
 ) -> tuple[tuple[RecordedTarget, ...], tuple[str, ...]]:
     """Return the files that a run left in its cache, by target, and why programs are not among them."""
     asked: dict[str, tuple[WatchedProcess, JaxRequest]] = {}
@@ -409,10 +406,7 @@ def record(command: Sequence[str], output: Path, *, untraced: bool = False) -> R
         for program in known:
             (cache / program.entry.file).write_bytes(program.content())
         orders = Orders(
-            cache_settings(cache, write=True),
-            str(events),
-            recorder=RECORDER,
-            calls=untraced,
+            cache_settings(cache, write=True), str(events), recorder=RECORDER, calls=untraced
         )
         status = run_to_end(command, environment_for(orders, os.environ))
         processes = read_events(events)

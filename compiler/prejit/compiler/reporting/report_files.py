@@ -12,12 +12,7 @@ from typing import Any
 
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Progress
-from prejit.compiler.reporting.build_report import (
-    REPORT_VERSION,
-    PeakMemory,
-    change,
-    make_report,
-)
+from prejit.compiler.reporting.build_report import REPORT_VERSION, PeakMemory, change, make_report
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import PrejitError, StoreError
 from prejit.runtime.format.blobs import read_whole

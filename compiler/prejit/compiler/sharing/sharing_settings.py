@@ -44,20 +44,19 @@ class SharedStores:
     tiers: tuple[Tier, ...]
 
 
-def read_stores(given: str | None, environ: dict[str, str] | None = None) -> SharedStores:
+def read_stores(given: str | None) -> SharedStores:
     """Return the shared stores that a URL or file names.
 
     Args:
         given: the URL of a store, the path of a directory, or the path of a file that ends in `.toml`; None:
             what `PREJIT_STORE` has.
-        environ: environment variables; None: this process's.
 
     Raises:
         UsageError: the file has mistakes, or a package is missing.
         PolicyError: a public key is none.
         StoreError: a file cannot be read.
     """
-    found = given or (os.environ if environ is None else environ).get(STORE, "")
+    found = given or os.environ.get(STORE, "")
     if not found:
         return SharedStores("", ())
     try:

@@ -89,9 +89,7 @@ HARMLESS = frozenset(
     """.split()  # noqa: SIM905 (a list of 90 texts takes 90 lines)
 )
 """Settings that decide no program: caches, logs, devices, transfers, clusters, tests of jax itself."""
-_VARIABLES = {
-    "jax_export_ignore_forward_compatibility": "JAX_EXPORT_IGNORE_FORWARD_COMPATIBILIY",
-}
+_VARIABLES = {"jax_export_ignore_forward_compatibility": "JAX_EXPORT_IGNORE_FORWARD_COMPATIBILIY"}
 """Settings whose environment variable jax spells in another way (jax/_src/config.py)."""
 
 

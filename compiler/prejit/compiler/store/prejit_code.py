@@ -177,11 +177,7 @@ def directories() -> tuple[str, ...]:
 
 @cache
 def reached(*roots: str) -> dict[str, set[Definition]]:
-    """Return the top-level statements that code mentions, directly or not, by the module that has them.
-
-    Args:
-        roots: as of `code_digest`.
-    """
+    """Return the top-level statements that code mentions, directly or not, by the module that has them."""
     found: dict[str, set[Definition]] = {}
     left = [(module, name) for module, _, name in (root.partition(":") for root in roots)]
     if gone := [f"{at}:{name}" for at, name in left if name and name not in _module(at).named]:

@@ -71,19 +71,10 @@ class Target:
         cpu_features: LLVM's names of the extensions that code may use, sorted; None: all extensions of the
             build host.
         xla_max_isa: value of `--xla_cpu_max_isa` for a jaxlib before 0.11.
-        cpus: the number of CPUs that programs for a CPU are partitioned for.
-        device_kind: the name that the driver gives the device.
-        compute_capability: compute capability of a GPU: `9.0`.
-        memory_bytes: memory of one device.
-        driver: the lowest version of the driver.
-        gpu: further properties of a GPU.
-        generation: libtpu's name of a TPU: `v5e`.
-        topology: of a TPU slice, chips in each dimension: `2x2`.
         device_count: the number of devices that a program runs on: the size of the manifest's mesh.
-        xla_flags: XLA flags for compiling, in addition to the user's own.
         jax: the version of jax to compile with; None: the build host's.
-        constraints: further packages of the target's environment, as pip takes them.
-        tuning: path of a file that `prejit tune` wrote on such a device.
+        cpus, device_kind, compute_capability, memory_bytes, driver, gpu, generation, topology, xla_flags,
+            constraints, tuning: as of `target_table.TargetTable`.
     """
 
     name: str

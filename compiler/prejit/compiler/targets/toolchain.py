@@ -147,9 +147,8 @@ class Toolchain:
                 worker.pop(name, None)
         if self.target.platform == "tpu":
             worker["TPU_SKIP_MDS_QUERY"] = "1"  # otherwise libtpu asks the cloud for its chips
-            worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
-                "1"  # only one process may hold chips, but many compile
-            )
+            # Only one process may hold chips, but many compile.
+            worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         return worker | {
             "JAX_PLATFORMS": "cpu",  # compiling for others needs their plugin, not their devices
             "PYTHONHASHSEED": "0",

@@ -28,11 +28,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 
 
 class LlamaIndexEmbedding(BaseEmbedding):
-    """The encoder of a bundle.
-
-    Attributes:
-        bundle: the bundle.
-    """
+    """The encoder of a bundle."""
 
     bundle: Any
 

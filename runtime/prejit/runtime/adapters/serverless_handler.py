@@ -43,10 +43,7 @@ class ServerlessHandler:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        answer: Callable[[Bundle, Any], Any],
-        **options: Any,
+        self, path: str | os.PathLike[str], answer: Callable[[Bundle, Any], Any], **options: Any
     ) -> None:
         """Load the bundle, and register with the platform if it takes snapshots.
 

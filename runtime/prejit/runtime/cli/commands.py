@@ -114,7 +114,7 @@ FILES = {
     **dict.fromkeys(("explain", "fingerprint", "tune"), "machine_commands"),
     **dict.fromkeys(("plan", "build", "rebuild"), "build_commands"),
     **dict.fromkeys(("check-model", "targets", "suggest", "schema"), "manifest_commands"),
-    **dict.fromkeys(("bench", "fleet", "diff"), "bundle_commands"),
+    **dict.fromkeys(("bench", "fleet", "diff", "wheel"), "bundle_commands"),
     **dict.fromkeys(("sign", "channel"), "signing_commands"),
 }
 """The modules that hold several commands."""
@@ -217,9 +217,8 @@ def run(arguments: Sequence[str]) -> int:
             hint="correct this environment variable, or unset it",
         ) from error
     except ModuleNotFoundError as error:  # at the import, or later in a command
-        home = re.match(
-            r"prejit\.(\w+)", error.name or ""
-        )  # `inspect` can use another house's parts
+        # `inspect` can use another house's parts.
+        home = re.match(r"prejit\.(\w+)", error.name or "")
         house = HOUSES.get(home[1] if home else HOMES.get(arguments[0], ""))
         if house is None or (error.name or "").partition(".")[0] not in house.packages:
             raise

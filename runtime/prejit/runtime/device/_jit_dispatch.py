@@ -8,12 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prejit.runtime.device._jaxlib import (
-    Aval,
-    Avals,
-    JaxlibArray,
-    import_jaxlib,
-)
+from prejit.runtime.device._jaxlib import Aval, Avals, JaxlibArray, import_jaxlib
 
 Missed = tuple[Any, Any, bool]
 """The return value of the function that jaxlib calls for a new signature: the results of the call, how to

@@ -110,9 +110,8 @@ def register(handlers: Handlers) -> None:
     Raises:
         KernelError: this jaxlib does not take a handler.
     """
-    from prejit.runtime.device import (
-        _jaxlib,
-    )  # imports NumPy, which loading a library does not need
+    # Imports NumPy, which loading a library does not need.
+    from prejit.runtime.device import _jaxlib
 
     _jaxlib.register_handlers(handlers)
 

@@ -91,10 +91,7 @@ def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -
 
 
 def specialize(
-    portable: bytes,
-    platforms: Sequence[str],
-    platform: str,
-    shapes: Sequence[tuple[int, ...]],
+    portable: bytes, platforms: Sequence[str], platform: str, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[bytes, list[tuple[int, ...]]]:
     """Give the arguments of a program with symbolic sizes the sizes of a call.
 

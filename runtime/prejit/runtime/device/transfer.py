@@ -42,13 +42,17 @@ def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
         UsageError: a mesh of several processes has split it, and this process holds a part only.
     """
     if _jaxlib.is_on_cpu(array):
-        with contextlib.suppress(
-            BufferError
-        ):  # Python's buffers do not know the dtype, or it failed
+        # Python's buffers do not know the dtype, or it failed.
+        with contextlib.suppress(BufferError):
             return np.asarray(memoryview(array))
     from prejit.runtime.device._jax_parts import read_array
 
     return read_array(array)
+
+
+def is_whole(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype, which may be one of ml_dtypes, has whole numbers or booleans."""
+    return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as Library
 
 from prejit.runtime.base import arguments
-from prejit.runtime.encoding.sentences import (
-    OnTooLong,
-    Tokenized,
-    check_ids,
-    need,
-    reason_of_limit,
-)
+from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, check_ids, need, reason_of_limit
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 
 if TYPE_CHECKING:

@@ -207,7 +207,7 @@ def shorten(
     )
     if on_too_long == "error":
         raise ContextError(f"expected sentences of at most {limit} tokens: {what}")
-    end = _ending(tokenizer())
+    end = [] if (known := tokenizer()) is None else known.around()[1]
     for place in too_long:
         ids = sentences[place]
         kept = end if end and len(end) < limit and ids[-len(end) :] == end else []
@@ -216,14 +216,3 @@ def shorten(
         f"{what}: they are cut off there", TruncationWarning, stacklevel=arguments.callers_level()
     )
     return len(too_long)
-
-
-def _ending(tokenizer: Tokenizer | None) -> list[int]:
-    """Return the special tokens that a tokenizer adds at the end of a sentence."""
-    if tokenizer is None:
-        return []
-    whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
-    for first in range(len(whole) - len(bare) + 1):
-        if bare and whole[first : first + len(bare)] == bare:
-            return whole[first + len(bare) :]
-    return []

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Mapping
 
 from prejit.runtime.format.limits import MAX_DIMENSIONS, MAX_SIZE
 from prejit.runtime.records import dataclass
@@ -63,6 +64,13 @@ class Array:
         padded = f" ~{','.join(self.variables)}" if self.variables else ""
         weak, donated = "weak " * self.weak, " donated" * self.donated
         return f"{path} {weak}{self.dtype}[{shape}]{donated}{split}{padded}"
+
+    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape with these sizes in the dimensions that follow their variables."""
+        if not self.variables:
+            return self.shape
+        axes = zip(self.variables, self.shape, strict=True)
+        return tuple(sizes.get(variable, size) for variable, size in axes)
 
     @classmethod
     def parse(cls, text: str) -> Array:

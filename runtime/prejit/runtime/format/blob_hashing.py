@@ -21,7 +21,7 @@ from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor
 from prejit.runtime.format.layout import Layout, OpenFile
-from prejit.runtime.format.verification import Verification
+from prejit.runtime.format.verified_bytes import Verification
 
 SMALL_BYTES = 1 << 20
 """A load waits for blobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
@@ -242,9 +242,8 @@ def check_chunk(
         if file.arriving is not None:
             file.arriving.refuse(error)
         raise error
-    if (
-        file.arriving is not None
-    ):  # while we wait for the network; one by one they take 0.5 s for 500 MB
+    # While we wait for the network; one by one they take 0.5 s for 500 MB.
+    if file.arriving is not None:
         _map_pages(file.content, start, size)
     return seconds
 

@@ -23,7 +23,7 @@ from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifes
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import ATTEMPTS, Layout, OpenFile, TargetFiles
 from prejit.runtime.format.root import Root, read_root
-from prejit.runtime.format.verification import VERIFIED, Verification
+from prejit.runtime.format.verified_bytes import VERIFIED, Verification
 from prejit.runtime.machine.kept_files import Receipts
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from prejit.runtime.format.names import (
     REF_NAME,
     REQUIREMENT,
 )
+from prejit.runtime.records import replace
 
 
 def is_ours(content: bytes) -> bool:
@@ -57,15 +58,9 @@ def index_of_copy(layout: LayoutFiles, manifests: Sequence[Descriptor]) -> bytes
             REF_NAME: config.target,
             REQUIREMENT: to_json(config.requirement).decode("ascii"),
         }
+        platform = oci_platform(config.requirement.architecture)
         descriptors.append(
-            Descriptor(
-                at.mediaType,
-                at.digest,
-                at.size,
-                ARTIFACT_TYPE,
-                oci_platform(config.requirement.architecture),
-                annotations,
-            )
+            replace(at, artifactType=ARTIFACT_TYPE, platform=platform, annotations=annotations)
         )
     if len(found) > 1:
         names = ", ".join(sorted(f"{name} of format {number}" for name, number in found))
@@ -112,14 +107,8 @@ def encode_root(index: Index, content: bytes, others: Iterable[Descriptor]) -> b
 def _listed(target: Descriptor, bundle: str) -> Descriptor:
     """Return a target's entry of `index.json`. Tools copy it by its name, unless the bundle has the same."""
     name = (target.annotations or {}).get(REF_NAME, bundle)
-    return Descriptor(
-        target.mediaType,
-        target.digest,
-        target.size,
-        ARTIFACT_TYPE,
-        target.platform,
-        None if name == bundle else {REF_NAME: name},
-    )
+    annotations = None if name == bundle else {REF_NAME: name}
+    return replace(target, artifactType=ARTIFACT_TYPE, annotations=annotations)
 
 
 def oci_platform(architecture: str) -> dict[str, str]:

@@ -13,14 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, final
 
-from prejit.runtime.base.files import (
-    STORE_ERRORS,
-    Content,
-    Identity,
-    is_digest,
-    map_file,
-    read_all,
-)
+from prejit.runtime.base.files import STORE_ERRORS, Content, Identity, is_digest, map_file, read_all
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_digest

@@ -15,11 +15,7 @@ from prejit.runtime.format.checks.program_table import (
     check_packs,
 )
 from prejit.runtime.format.layout import LayoutFiles
-from prejit.runtime.format.names import (
-    BUNDLE_NAME,
-    LIBRARY_MEDIA_TYPE,
-    RECORDED_MEDIA_TYPE,
-)
+from prejit.runtime.format.names import BUNDLE_NAME, LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement

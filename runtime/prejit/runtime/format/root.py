@@ -14,26 +14,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from prejit.runtime.base.files import digest_of, is_digest
-from prejit.runtime.base.typed_json import (
-    MAX_INTEGER,
-    check_amount,
-    parse_object,
-    shown,
-)
+from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, parse_object, shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor, Index
-from prejit.runtime.format.checks.oci import (
-    check_descriptor,
-    check_index,
-    check_layout_version,
-)
+from prejit.runtime.format.checks.oci import check_descriptor, check_index, check_layout_version
 from prejit.runtime.format.layout import LayoutFiles
-from prejit.runtime.format.names import (
-    ARTIFACT_TYPE,
-    INDEX_MEDIA_TYPE,
-    MANIFEST_MEDIA_TYPE,
-)
+from prejit.runtime.format.names import ARTIFACT_TYPE, INDEX_MEDIA_TYPE, MANIFEST_MEDIA_TYPE
 from prejit.runtime.records import replace
 
 _MAX_UNNAMED_BYTES = 4 << 20

@@ -163,11 +163,7 @@ def _sequence(kind: Kind, type_: str, items: list[Any], depth: int) -> Node:
 
 
 def _named(
-    kind: Kind,
-    type_: str,
-    pairs: list[Any],
-    depth: int,
-    fixed: tuple[tuple[str, Constant], ...],
+    kind: Kind, type_: str, pairs: list[Any], depth: int, fixed: tuple[tuple[str, Constant], ...]
 ) -> Node:
     keys = [key for key, _ in pairs]
     fields = [*keys, *(name for name, _ in fixed)]

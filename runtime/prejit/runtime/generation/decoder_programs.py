@@ -238,11 +238,7 @@ class DecoderPrograms:
         """
         names, results = self._call(program.name)
         given = self.programs[program.name].run(
-            [
-                *self.programs.weights(program.weights),
-                *(inputs[name] for name in names),
-                *cache,
-            ]
+            [*self.programs.weights(program.weights), *(inputs[name] for name in names), *cache]
         )
         return dict(zip(results, given, strict=False)), given[len(results) :]
 

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.options import (
-    Defaults,
-    Options,
-    Prompt,
-    Request,
-    Resolved,
-    resolve,
-)
+from prejit.runtime.generation.options import Defaults, Options, Prompt, Request, Resolved, resolve
 from prejit.runtime.generation.rows import Token, Usage
 from prejit.runtime.generation.sampling_arguments import Logprob
 from prejit.runtime.generation.slots import Slots

@@ -156,9 +156,8 @@ def filling_images(
         for place, member in members.items():
             images, prompt = member.row.request.images, member.row.request.prompt
             first, end = done[place], done[place] + count[place]
-            if (
-                end < lengths[place] and ends[place][end] >= 0
-            ):  # before the image, or at its beginning
+            # Before the image, or at its beginning.
+            if end < lengths[place] and ends[place][end] >= 0:
                 end = min(end, ends[place][end] + 1 - images.tokens)
             count[place] = end - first
             tokens[place, : end - first] = prompt[first:end]

@@ -114,9 +114,8 @@ def own_source(function: types.FunctionType) -> dict[str, Any]:
         waiting += filter(None, (getattr(each, at, None) for at in ("__wrapped__", "fget")))
         if not isinstance(each, types.FunctionType):
             continue
-        place = (
-            f"code of {each.__qualname__}: {each.__code__.co_qualname}"  # that of a wrapper differs
-        )
+        # In a wrapper the two names differ.
+        place = f"code of {each.__qualname__}: {each.__code__.co_qualname}"
         if place in found:
             continue
         found[place] = [each.__code__, each.__defaults__, each.__kwdefaults__]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, is_whole, to_numpy
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.programs.pytree import spell
 from prejit.runtime.programs.watched_runs import watch
@@ -59,7 +59,7 @@ def refuse_odd(where: str, path: Path, result: DeviceArray | np.ndarray[Any, Any
         NumbersError: it has a NaN or an infinity; the error has the index of the first one.
     """
     value = result if isinstance(result, np.ndarray) else to_numpy(result)
-    if value.dtype.kind in "biu" or value.dtype.name.startswith(("int", "uint")):
+    if is_whole(value.dtype):
         return
     wide = value if value.dtype.kind in "fc" else value.astype(np.float32)  # as bfloat16
     odd = np.isnan(wide) if path and path[0] in _LOGARITHMS else ~np.isfinite(wide)

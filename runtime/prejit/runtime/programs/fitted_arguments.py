@@ -87,12 +87,7 @@ def fit(
     if all(largest[name] == size for name, size in sizes.items()):
         return values, {}
     for place in masks:
-        array = arrays[place]
-        shape = [
-            sizes.get(name, extent)
-            for name, extent in zip(array.variables, array.shape, strict=True)
-        ]
-        values[place] = np.ones(shape, np.bool_)
+        values[place] = np.ones(arrays[place].shape_at(sizes), np.bool_)
     return values, sizes
 
 

@@ -78,12 +78,7 @@ class Asked(Protocol):
 
 
 def golden_values(
-    programs: Asked,
-    program: ProgramEntry,
-    executable: Executable,
-    seed: int,
-    *,
-    nudge: float = 0.0,
+    programs: Asked, program: ProgramEntry, executable: Executable, seed: int, *, nudge: float = 0.0
 ) -> list[Values]:
     """Return what a program returns for the arguments of the recipe of golden answers.
 
@@ -101,9 +96,8 @@ def golden_values(
             value = (value * (1 + nudge)).astype(value.dtype)
         place = device.copy if array.donated else device.put
         given.append(place(value, array.sharding))
-    weights = programs.weights(
-        program.weights
-    )  # which may be on the way: all else is ready by then
+    # They may be on the way: all else is ready by then.
+    weights = programs.weights(program.weights)
     return [to_numpy(result) for result in executable.run([*weights, *given])]
 
 

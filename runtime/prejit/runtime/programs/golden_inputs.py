@@ -69,9 +69,8 @@ def golden_inputs(
         if value is None:
             value = _pattern(array, seed, place, vocabulary)
             if program.kind.startswith(ADAPTED) and str(array.path[0]).endswith((".A", ".B")):
-                value = value / np.float32(
-                    64
-                )  # stacks of adapters, as small as those that are trained
+                # Stacks of adapters, as small as those that are trained.
+                value = value / np.float32(64)
         found.append(_shaped(value, array))
     return found
 

@@ -114,10 +114,7 @@ class LocalCompiler:
         if names := self._names(program):
             digest = digest_of(to_json({"program": digest, "calls": names}))
         return compile_cache.PortableKey(
-            digest,
-            program.platforms or (),
-            self._device.platform,
-            self._device.mesh,
+            digest, program.platforms or (), self._device.platform, self._device.mesh
         )
 
     def _names(self, program: ProgramEntry) -> dict[str, str]:

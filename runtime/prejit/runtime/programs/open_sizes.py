@@ -14,7 +14,6 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import portable as portable_programs
 from prejit.runtime.errors import FallbackWarning
 from prejit.runtime.fallback_reporting import count_axis
-from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def specialize(programs: Programs, program: ProgramEntry, sizes: Mapping[str, in
     assert program.symbolic is not None
     symbolic, platform = programs._portable.unpack(program.symbolic), programs.device.platform
     arguments = [
-        replace(array, shape=_resized(array, sizes)) for array in programs.arguments(program.name)
+        replace(each, shape=each.shape_at(sizes)) for each in programs.arguments(program.name)
     ]
     weights = programs._weight_arguments(program.weights)
     shapes = [array.shape for array in (*weights, *arguments)]
@@ -78,12 +77,4 @@ def count_open_size(bundle: str, name: str) -> None:
         "manifest's buckets to compile it ahead of time",
         FallbackWarning,
         stacklevel=arguments.callers_level(),
-    )
-
-
-def _resized(array: Array, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    if not array.variables:
-        return array.shape
-    return tuple(
-        sizes.get(name, extent) for name, extent in zip(array.variables, array.shape, strict=True)
     )

@@ -9,7 +9,7 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
@@ -32,8 +32,37 @@ from prejit.runtime.ship.repository import (
 )
 
 
-class DirectoryRepository:
+class _OneBundle:
+    """A place that holds one bundle, and so has no tags. Abstract: subclasses open it."""
+
+    name: str
+    _kind: ClassVar[str]
+    _remove: ClassVar[str]
+
+    def open(self, tag: str, digest: str) -> RemoteFiles:
+        """See `Repository.open`."""
+        raise NotImplementedError
+
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`."""
+        return read_root(self.open("", "")).digest
+
+    def tags(self) -> list[Tagged]:
+        """See `Repository.tags`."""
+        return [Tagged("", self.resolve(""))]
+
+    def remove(self, tag: str) -> int:
+        """See `Repository.remove`."""
+        raise UsageError(
+            f"{self.name}: expected a registry or a bucket, found a {self._kind}",
+            hint=f"remove it with: {self._remove} {self.name}",
+        )
+
+
+class DirectoryRepository(_OneBundle):
     """Implements `repository.Repository` for a directory, which holds one bundle."""
+
+    _kind, _remove = "directory", "rm -r"
 
     def __init__(self, path: str) -> None:
         """Nothing is opened or made yet."""
@@ -79,27 +108,14 @@ class DirectoryRepository:
     def close(self) -> None:
         """See `Destination.close`. Another attempt goes on with what arrived."""
 
-    def resolve(self, tag: str) -> str:
-        """See `Repository.resolve`. A directory has no tags."""
-        return read_root(self.open("", "")).digest
 
-    def tags(self) -> list[Tagged]:
-        """See `Repository.tags`."""
-        return [Tagged("", self.resolve(""))]
-
-    def remove(self, tag: str) -> int:
-        """See `Repository.remove`."""
-        raise UsageError(
-            f"{self.name}: expected a registry or a bucket, found a directory",
-            hint=f"remove it with: rm -r {self.name}",
-        )
-
-
-class TarRepository:
+class TarRepository(_OneBundle):
     """Implements `repository.Repository` for a tar file, which holds one bundle: an `oci-archive`.
 
     It is written once, from its start to its end, under a name of its own until it is whole.
     """
+
+    _kind, _remove = "file", "rm"
 
     def __init__(self, path: str) -> None:
         """Nothing is opened or made yet."""
@@ -196,21 +212,6 @@ class TarRepository:
             with contextlib.suppress(OSError):  # it writes what it holds, and the disk may be full
                 self._file.close()
             self._file = None
-
-    def resolve(self, tag: str) -> str:
-        """See `Repository.resolve`. A tar has no tags."""
-        return read_root(self.open("", "")).digest
-
-    def tags(self) -> list[Tagged]:
-        """See `Repository.tags`."""
-        return [Tagged("", self.resolve(""))]
-
-    def remove(self, tag: str) -> int:
-        """See `Repository.remove`."""
-        raise UsageError(
-            f"{self.name}: expected a registry or a bucket, found a file",
-            hint=f"remove it with: rm {self.name}",
-        )
 
 
 class _Stream(io.RawIOBase):

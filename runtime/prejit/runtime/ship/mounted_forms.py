@@ -182,11 +182,7 @@ def _modelpack(
         "modelfs": {"type": "layers", "diffIds": [at.digest for at in layers]},
     }
     described = form.add(f"{_MODEL}.config.v1+json", to_json(config))
-    parts = {
-        "artifactType": f"{_MODEL}.manifest.v1+json",
-        "config": described,
-        "layers": layers,
-    }
+    parts = {"artifactType": f"{_MODEL}.manifest.v1+json", "config": described, "layers": layers}
     moved = {at.digest: at for at in (described, *layers)}
     document = _document(parts, MANIFEST_MEDIA_TYPE)
     return form, _shipment(root, [document], moved)

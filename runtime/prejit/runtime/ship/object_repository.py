@@ -93,10 +93,7 @@ class ObjectRepository:
         path = _index_path("" if self._is_hub else tag)  # the URL has the revision
         index_file = self._read(path, limits.MAX_INDEX_BYTES)
         if index_file is None and (tag or not digest):
-            raise StoreError(
-                f"{where}: not found: no {path} there",
-                hint=self._where_else(),
-            )
+            raise StoreError(f"{where}: not found: no {path} there", hint=self._where_else())
         files = RemoteFiles(where, index_file or b"", self._fetch)
         if not digest or (index_file is not None and read_root(files).digest == digest):
             return files

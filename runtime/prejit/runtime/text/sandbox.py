@@ -167,11 +167,7 @@ def _tojson(
 ) -> str:
     # Jinja's own tojson escapes for HTML, but a model reads plain JSON.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

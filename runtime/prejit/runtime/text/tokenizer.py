@@ -100,6 +100,14 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
+    def around(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that it adds at the beginning of a text, and at its end."""
+        whole, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
+        for first in range(len(whole) - len(bare) + 1):
+            if bare and whole[first : first + len(bare)] == bare:
+                return whole[:first], whole[first + len(bare) :]
+        return [], []
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens.
 

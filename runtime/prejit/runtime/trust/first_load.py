@@ -144,8 +144,7 @@ def _tried(wanted: FirstLoad, manifests: list[str], policy: str, *, limited: boo
         )
     except (OSError, ValueError) as error:
         raise StoreError(
-            f"{path}: cannot start a process for the first load: {error}",
-            hint=_HINT_OF_FAILURE,
+            f"{path}: cannot start a process for the first load: {error}", hint=_HINT_OF_FAILURE
         ) from error
     if code is None:
         return f"took more than {SECONDS:.0f} seconds"

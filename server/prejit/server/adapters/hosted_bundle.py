@@ -24,11 +24,7 @@ OnMismatch = Literal["jit", "error"]
 
 
 def load_models(
-    path: str,
-    *,
-    name: str | None = None,
-    slots: int | None = None,
-    on_mismatch: OnMismatch = "jit",
+    path: str, *, name: str | None = None, slots: int | None = None, on_mismatch: OnMismatch = "jit"
 ) -> Models:
     """Load a bundle and make its engine, as `prejit serve` does. Nothing is left to compile then.
 

@@ -41,9 +41,8 @@ class TritonPythonModel:
                     add({"name": tensor.name, "data_type": kind, "dims": tensor.shape})
         finally:
             program.close()
-        config.set_max_batch_size(
-            0
-        )  # the shapes are whole: the program's own buckets have the batch
+        # The shapes are whole: the program's own buckets have the batch.
+        config.set_max_batch_size(0)
         return config
 
     def initialize(self, args: Mapping[str, str]) -> None:

@@ -63,12 +63,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 32, 64
 @loads
 @JSON
 def profile(
-    place: str,
-    seconds: float,
-    output: str | None,
-    xprof: str | None,
-    as_json: bool,
-    **loading: Any,
+    place: str, seconds: float, output: str | None, xprof: str | None, as_json: bool, **loading: Any
 ) -> int:
     """Record where the time goes: by request, step, program and kernel."""
     with importing():

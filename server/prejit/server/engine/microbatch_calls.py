@@ -265,12 +265,7 @@ class Calling:
         return _Glance(array.path, axis, tuple(size for size in family.sizes if size <= most))
 
     def _job(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        copy: bool,
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, copy: bool
     ) -> SharedJob[_Call]:
         """Return a job of a call. Raises UsageError as `submit`."""
         candidates: list[tuple[int, int, _Family, Fitted]] = []

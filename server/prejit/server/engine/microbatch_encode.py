@@ -40,12 +40,10 @@ class _Sentences(NamedTuple):
     Attributes:
         ids: their token ids, the longest sentence first, so that a run pads little.
         places: the place of each in the call.
-        tokenized: what tokenizing them cost.
     """
 
     ids: list[list[int]]
     places: list[int]
-    tokenized: Tokenized
 
 
 @final
@@ -116,12 +114,7 @@ class Encoding:
             job.future.set_result(self._encoded(tokenized))
         return job.future
 
-    def encode(
-        self,
-        given: Given,
-        *,
-        timeout: float | None = None,
-    ) -> Encoded:
+    def encode(self, given: Given, *, timeout: float | None = None) -> Encoded:
         """Return the embeddings of sentences. Arguments and errors as `submit`.
 
         If the encoder is idle it runs in the caller's thread, unless the call has a timeout.
@@ -178,7 +171,7 @@ class Encoding:
     def _job(self, tokenized: Tokenized, timeout: float | None) -> SharedJob[_Sentences]:
         ids = tokenized.ids
         places = sorted(range(len(ids)), key=lambda place: -len(ids[place]))
-        payload = _Sentences([ids[place] for place in places], places, tokenized)
+        payload = _Sentences([ids[place] for place in places], places)
 
         def finish(returned: Sequence[Encoded]) -> Encoded:
             stats = _summed([part.stats for part in returned], job.began - job.submitted)

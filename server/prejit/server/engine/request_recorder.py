@@ -265,11 +265,7 @@ class RequestRecorder:
 
 @final
 class Recorder:
-    """Counts what an engine does: requests of every kind, and the tokens of generations.
-
-    Attributes:
-        generations: counts the generations.
-    """
+    """Counts what an engine does: requests of every kind, and the tokens of generations."""
 
     _observe: Observe | None = None
 

@@ -68,12 +68,7 @@ class SharedJob(Generic[_P]):
 
 
 class Share(NamedTuple, Generic[_P]):
-    """Some rows of a job, for one run.
-
-    Attributes:
-        job: the job.
-        start, end: which of its rows.
-    """
+    """The rows `start` to `end` of a job, for one run."""
 
     job: SharedJob[_P]
     start: int

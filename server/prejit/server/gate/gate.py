@@ -222,10 +222,7 @@ class _Request:
         """Send a part of the response. It is no coroutine, because a stream has a part for each token."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [
-                *message.get("headers", ()),
-                (b"x-request-id", self.id.encode()),
-            ]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
             if message["status"] == 503 and self._models.state == "draining":
                 # The client finds another server by connecting again.
                 message["headers"].append((b"connection", b"close"))

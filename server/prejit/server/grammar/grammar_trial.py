@@ -76,10 +76,8 @@ class Trial:
 
     def stop(self) -> None:
         """End the process. What it compiles now raises UsageError in its thread."""
-        process, self._process = (
-            self._process,
-            None,
-        )  # the next grammar does not meet one that is dying
+        # The next grammar does not meet one that is dying.
+        process, self._process = self._process, None
         if process is not None:
             process.child.kill()
 

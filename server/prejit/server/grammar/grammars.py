@@ -185,10 +185,7 @@ class Grammars:
             self._trial.stop()
 
     def _new_mask(
-        self,
-        source: GrammarSource,
-        kept: CompiledGrammar,
-        stop_token_ids: Collection[int] | None,
+        self, source: GrammarSource, kept: CompiledGrammar, stop_token_ids: Collection[int] | None
     ) -> GrammarMask:
         decoder = self._decoder
         stop = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids

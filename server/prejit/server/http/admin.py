@@ -151,11 +151,7 @@ def make_admin(
     def swap(wanted: SwapRequest) -> dict[str, Any]:
         before = served_model(models, wanted.model or None)
         after = swaps.swap(before.name, wanted.bundle or before.path)
-        return {
-            "model": before.name,
-            "before": before.bundle.digest,
-            "now": after.bundle.digest,
-        }
+        return {"model": before.name, "before": before.bundle.digest, "now": after.bundle.digest}
 
     def add(wanted: AddRequest) -> dict[str, Any]:
         if wanted.model and not MODEL_NAME.fullmatch(wanted.model):

@@ -164,9 +164,8 @@ class _Server(uvicorn.Server):
         self._exits.set()
 
     def _on_hangup(self) -> None:
-        if self._has_terminal and not os.isatty(
-            0
-        ):  # somebody has closed it, and cannot press Ctrl-C
+        # Somebody has closed it, and cannot press Ctrl-C.
+        if self._has_terminal and not os.isatty(0):
             self._on_signal(signal.SIGHUP)
         else:
             self._look_again()

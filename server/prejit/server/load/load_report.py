@@ -249,9 +249,7 @@ class Chart:
 def charts(report: LoadReport) -> list[Chart]:
     """Return the saturation curve, and one chart for each measure of time."""
     curves: dict[str, dict[str, list[float | None]]] = {
-        "answered, requests a second": {
-            "p50": [each.answered_rate for each in report.rates],
-        }
+        "answered, requests a second": {"p50": [each.answered_rate for each in report.rates]}
     }
     for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
         values = [getattr(each, name) for each in report.rates]

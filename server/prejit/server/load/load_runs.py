@@ -75,9 +75,8 @@ def run_load(
     # One loop for all windows, because connections stay open between them.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         load = runner.run(_workload(client, options))
-        runner.run(
-            ask(client, load)
-        )  # a mistake is an error now, and the server has loaded what it needs
+        # A mistake is an error now, and the server has loaded what it needs.
+        runner.run(ask(client, load))
 
         def measure(rate: float, number: int) -> Sequence[LoadAnswer]:
             def say(line: str) -> None:

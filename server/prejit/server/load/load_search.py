@@ -74,11 +74,7 @@ class LoadLimits:
 
     def described(self) -> str:
         """Return the limits as text."""
-        named = {
-            "TTFT": self.first_token_ms,
-            "TPOT": self.between_tokens_ms,
-            "E2E": self.whole_ms,
-        }
+        named = {"TTFT": self.first_token_ms, "TPOT": self.between_tokens_ms, "E2E": self.whole_ms}
         return ", ".join(
             f"{name} <= {most:g} ms" for name, most in named.items() if most is not None
         )
@@ -134,9 +130,8 @@ def growth(windows: Sequence[Sequence[LoadAnswer]]) -> Interval:
         blocks = np.array_split(np.flatnonzero(due >= _WARM * due[-1]), _BLOCKS)
         if not len(blocks[-1]):
             return Interval(0.0, -math.inf, math.inf)  # too few requests
-        early = (
-            np.arange(len(due)) / len(due) * due[-1] - due
-        )  # seconds of load that came too early
+        # Seconds of load that came too early.
+        early = np.arange(len(due)) / len(due) * due[-1] - due
         x, y, ahead = (
             np.array([of[block].mean() for block in blocks]) for of in (due, late, early)
         )

@@ -88,10 +88,7 @@ async def send_window(
 
 
 async def send(
-    client: HttpClient,
-    requests: Sequence[LoadRequest],
-    times: Floats,
-    show: Callable[[str], None],
+    client: HttpClient, requests: Sequence[LoadRequest], times: Floats, show: Callable[[str], None]
 ) -> list[LoadAnswer]:
     """Send each request at its time, and return their measures."""
     tasks: list[asyncio.Task[Exchange]] = []

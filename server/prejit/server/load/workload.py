@@ -29,19 +29,8 @@ PATHS = {
 
 _WORDS = (
     *("time", "river", "because", "of", "seven", "stone", "the", "open", "window", "and", "light"),
-    *(
-        "return",
-        "value",
-        "north",
-        "paper",
-        "small",
-        "under",
-        "begin",
-        "letter",
-        "green",
-        "or",
-        "map",
-    ),
+    *("return", "value", "north", "paper", "small", "under", "begin", "letter", "green", "or"),
+    "map",
 )
 """Words of prompts: short and common, so that most tokenizers have a token for each."""
 

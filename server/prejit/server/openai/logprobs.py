@@ -111,10 +111,7 @@ def for_chat(found: Logprob, names: TokenNames, top: int) -> TokenLogprob:
         alternatives.append(TopLogprob(token=text, logprob=max(logprob, LEAST), bytes=content))
     text, content = names.of(found.token_id)
     return TokenLogprob(
-        token=text,
-        logprob=max(found.logprob, LEAST),
-        bytes=content,
-        top_logprobs=alternatives,
+        token=text, logprob=max(found.logprob, LEAST), bytes=content, top_logprobs=alternatives
     )
 
 

@@ -12,12 +12,7 @@ from starlette.responses import Response
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import prompts
-from prejit.server.openai.bodies import (
-    RequestFields,
-    ResponseFields,
-    asked_model,
-    read,
-)
+from prejit.server.openai.bodies import RequestFields, ResponseFields, asked_model, read
 from prejit.server.openai.chat_messages import (
     FunctionTools,
     Message,
@@ -108,10 +103,7 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
         texts = [tokenizer.token_bytes[each].decode("utf-8", "replace") for each in token_ids]
     return json_response(
         TokenizeAnswer(
-            count=len(token_ids),
-            max_model_len=longest(served),
-            tokens=token_ids,
-            token_strs=texts,
+            count=len(token_ids), max_model_len=longest(served), tokens=token_ids, token_strs=texts
         )
     )
 

@@ -12,11 +12,7 @@ from starlette.routing import Route
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.chat_completions import ChatCompletion, ChatRequest, chat
 from prejit.server.openai.completions import Completion, CompletionRequest, complete
-from prejit.server.openai.embeddings import (
-    EmbeddingList,
-    EmbeddingRequest,
-    embed,
-)
+from prejit.server.openai.embeddings import EmbeddingList, EmbeddingRequest, embed
 from prejit.server.openai.models_and_tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -49,12 +45,7 @@ _HANDLERS: dict[Operation, Handler] = {
     Operation("get", "/v1/models", "List the models", None, ModelList): list_models,
     Operation("get", "/v1/models/{model}", "Describe a model", None, ModelCard): get_model,
     Operation(
-        "post",
-        "/v1/completions",
-        "Continue prompts",
-        CompletionRequest,
-        Completion,
-        streams=True,
+        "post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, streams=True
     ): complete,
     Operation(
         "post",

@@ -18,12 +18,7 @@ from starlette.responses import Response
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import RequestFields, ResponseFields, read, served_model
-from prejit.server.openai.embeddings import (
-    MAX_INPUTS,
-    EmbeddingUsage,
-    EncodingRequest,
-    encoded,
-)
+from prejit.server.openai.embeddings import MAX_INPUTS, EmbeddingUsage, EncodingRequest, encoded
 from prejit.server.served.served import Models, Served
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]

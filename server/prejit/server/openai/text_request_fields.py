@@ -20,12 +20,7 @@ from prejit.server.grammar.grammar_sources import (
     choice_source,
     regex_source,
 )
-from prejit.server.openai.bodies import (
-    RequestFields,
-    ResponseFields,
-    Unused,
-    check_only,
-)
+from prejit.server.openai.bodies import RequestFields, ResponseFields, Unused, check_only
 from prejit.server.openai.constraints import AnyConstraint, Constraint, TextConstraint
 from prejit.server.served.served import Served
 
@@ -317,12 +312,7 @@ def check_fields(body: Sampled) -> None:
 
 
 def new_tokens(
-    given: int | None,
-    served: Served,
-    settings: Settings,
-    *,
-    name: str,
-    default: int | None = None,
+    given: int | None, served: Served, settings: Settings, *, name: str, default: int | None = None
 ) -> int | None:
     """Return how many tokens a request may generate; None: until the context is full.
 

@@ -38,11 +38,7 @@ from prejit.server.releases.measured_checks import (
     times_of,
 )
 from prejit.server.releases.own_requests import own_requests
-from prejit.server.releases.release_contents import (
-    ReleaseCheck,
-    compare_contents,
-    read_release,
-)
+from prejit.server.releases.release_contents import ReleaseCheck, compare_contents, read_release
 from prejit.server.releases.request_player import AppOf, PlayedRequest, RequestPlayer, can_play
 from prejit.server.releases.significance import is_settled
 from prejit.server.served.bundle_swaps import BundleSwaps
@@ -375,11 +371,7 @@ class _Run:
     # ------------------------------------------------------------------ parts of it
 
     def _compare(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        players: Sequence[_Player],
-        line: Line,
-        name: str,
+        self, loop: asyncio.AbstractEventLoop, players: Sequence[_Player], line: Line, name: str
     ) -> list[BundleAnswer]:
         answers = self._both(loop, players, line, next(self._count))
         if answers[0].status == 200:
@@ -387,11 +379,7 @@ class _Run:
         return answers
 
     def _both(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        players: Sequence[_Player],
-        line: Line,
-        turn: int,
+        self, loop: asyncio.AbstractEventLoop, players: Sequence[_Player], line: Line, turn: int
     ) -> list[BundleAnswer]:
         """Play a request to both, in turns."""
         order = (0, 1) if turn % 2 else (1, 0)

@@ -9,11 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.format.release_limits import ReleaseLimits
-from prejit.server.releases.answer_differences import (
-    AnswerDifference,
-    BundleAnswer,
-    difference_of,
-)
+from prejit.server.releases.answer_differences import AnswerDifference, BundleAnswer, difference_of
 from prejit.server.releases.release_contents import ReleaseCheck, judged
 from prejit.server.releases.significance import Pair, RatioInterval, is_slower, paired_ratio
 

@@ -116,11 +116,7 @@ class RequestPlayer:
 
 def calls_of(line: Mapping[str, Any]) -> list[RecordedCall]:
     """Return the calls of engines that a line has."""
-    return [msgspec.convert(_known(each), RecordedCall) for each in line["calls"]]
-
-
-def _known(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name in RecordedCall.__slots__}
+    return [msgspec.convert(each, RecordedCall) for each in line["calls"]]
 
 
 def can_play(line: Mapping[str, Any]) -> bool:

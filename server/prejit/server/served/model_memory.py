@@ -54,9 +54,8 @@ class ModelMemory:
             left = min(self._unkept_bytes, free_bytes(device) + taken)
         else:
             left = free_bytes(device) - sum(one.growth_bytes for one in awake)
-            if (
-                self._to_come
-            ):  # programs are loaded when they are used, caches allocated by requests
+            # Programs are loaded when they are used, caches allocated by requests.
+            if self._to_come:
                 return left // self._to_come
         need = programs_bytes(bundle) + stacks_bytes(bundle.config.decoder)
         if need >= left:

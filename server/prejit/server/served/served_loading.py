@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from prejit.runtime.base.process_facts import importing, policy_paths, seconds_since_exec
 from prejit.runtime.cli.bundle_references import reporting
 from prejit.runtime.cli.output import progress
-from prejit.runtime.errors import PrejitError, printable
+from prejit.runtime.errors import NumbersError, PrejitError, printable
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs.usage_hint import functions_of
 from prejit.runtime.ship.reference import is_reference, parse_reference
 from prejit.server.served.model_memory import ModelMemory
 from prejit.server.served.say import say
@@ -26,6 +27,7 @@ from prejit.server.served.served import Models, Served, State
 from prejit.server.served.served_adapters import check_name
 
 if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
     from prejit.server.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -156,8 +158,6 @@ class MakeServed:
             raise
         self._memory.add(name, engine, bundle)
         if self._engines.check_finite:
-            from prejit.server.served.number_checks import check_numbers
-
             check_numbers(name, bundle, self._odd_runs)
         how = "its executables" if bundle.matched else "programs that are compiled here"
         _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
@@ -254,3 +254,30 @@ class Loading(threading.Thread):
                 call = self._on_failure
             if call is not None:
                 call()
+
+
+def check_numbers(name: str, bundle: Bundle, odd_runs: Counter[tuple[str, str]]) -> None:
+    """Look at what the programs of a served bundle return from now on. It waits for each run.
+
+    Functions are left out: they may return infinities, and so may the rows that pad them.
+
+    Args:
+        name: of the model.
+        bundle: its bundle.
+        odd_runs: counts runs with a NaN or an infinity, by model and program.
+    """
+    functions = {
+        each.name for group in functions_of(bundle.config.programs).values() for each in group
+    }
+    is_first = True
+
+    def report(program: str, error: NumbersError) -> None:
+        nonlocal is_first
+        if program in functions:
+            return
+        odd_runs[name, program] += 1
+        if is_first:
+            is_first = False
+            say(printable(f"{name}: the first program that returns no numbers: {error}"))
+
+    bundle.check_finite(report)

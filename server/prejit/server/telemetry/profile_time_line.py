@@ -147,9 +147,7 @@ def _programs(events: Iterable[XlaEvent], names: Mapping[int, str]) -> Iterator[
 
 
 def _kernel(
-    event: XlaEvent,
-    names: Mapping[int, str],
-    kernels: Mapping[str, Mapping[str, tuple[str, str]]],
+    event: XlaEvent, names: Mapping[int, str], kernels: Mapping[str, Mapping[str, tuple[str, str]]]
 ) -> TimeLinePart:
     program = names[event.run]
     called, place = kernels.get(program, {}).get(event.kernel, ("", ""))

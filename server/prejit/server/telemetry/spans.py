@@ -226,11 +226,7 @@ class Telemetry:
     @staticmethod
     def _attributes(operation: str, model: str) -> dict[str, AttributeValue]:
         named = {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
-        return {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": _PROVIDER,
-            **named,
-        }
+        return {"gen_ai.operation.name": operation, "gen_ai.provider.name": _PROVIDER, **named}
 
     def _generated(self, request: _Request, submitted: int, reason: str, stats: Stats) -> None:
         """Record a generation that has ended, and was submitted at a time in nanoseconds since 1970."""

@@ -6,10 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prejit.compiler.checkpoint.encoder_tokenizer import (
-    check_encoder_tokenizer,
-    check_prefix_space,
-)
+from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer, check_prefix_space
 from prejit.runtime.errors import CheckpointError
 
 from .test_tokenizer_check import begun_with, crafted
@@ -65,8 +62,7 @@ def test_what_transformers_does_otherwise_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "family"),
-    [({"tokenizer_class": "GPT2TokenizerFast"}, "gpt2"), ({}, "roberta")],
+    ("said", "family"), [({"tokenizer_class": "GPT2TokenizerFast"}, "gpt2"), ({}, "roberta")]
 )
 def test_a_space_is_put_before_texts_where_transformers_puts_one(said, family, tmp_path):
     file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"

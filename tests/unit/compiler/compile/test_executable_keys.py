@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -23,7 +24,8 @@ SOURCE = Source("sha256:0", ("cpu",))
 
 
 def ingredients(toolchain, environ, source=SOURCE):
-    return executable_key("name", toolchain, source, environ).ingredients
+    with patch.dict(os.environ, environ, clear=True):
+        return executable_key("name", toolchain, source).ingredients
 
 
 def test_what_decides_an_executable_is_in_its_key_and_nothing_else():

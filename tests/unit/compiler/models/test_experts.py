@@ -15,7 +15,7 @@ from prejit.compiler.models.layers.experts import (
     Router,
     Routing,
 )
-from prejit.compiler.models.layers.product_forms import using
+from prejit.compiler.models.layers.forms_while_tracing import using
 from prejit.compiler.models.quantizing import quantized
 
 EXPERTS, CHOSEN = 5, 3

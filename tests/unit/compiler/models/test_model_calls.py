@@ -85,8 +85,7 @@ WIDE = {
 @pytest.mark.parametrize(
     ("family", "dtype"),
     sampled(
-        itertools.product(PLACES, ("bfloat16", "int8", "int4")),
-        lambda case: case == ("t5", "int8"),
+        itertools.product(PLACES, ("bfloat16", "int8", "int4")), lambda case: case == ("t5", "int8")
     ),
 )
 def test_fewer_bits_give_the_logits_of_what_they_stand_for(family, dtype):

@@ -252,10 +252,7 @@ def test_a_setting_that_is_not_built_is_named(family, tmp_path):
 
 _DECODERS = {
     case.config["model_type"]: case.config
-    for case in (
-        *(*cases(), *siblings()),
-        *(*t5_cases.cases(), *whisper_cases.cases()),
-    )
+    for case in (*(*cases(), *siblings()), *(*t5_cases.cases(), *whisper_cases.cases()))
 }
 _ENCODERS = {case.config["model_type"]: case.config for case in encoder_cases()}
 _MORE = (

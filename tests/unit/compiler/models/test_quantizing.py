@@ -15,6 +15,7 @@ from tests.extent import examples
 
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.layers.forms_while_tracing import Forms, using
 from prejit.compiler.models.layers.linear import (
     REDUCED_ROWS,
     Embedding,
@@ -23,7 +24,6 @@ from prejit.compiler.models.layers.linear import (
     dot_of_parts,
     dot_of_words,
 )
-from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.runtime.errors import CheckpointError

@@ -54,9 +54,8 @@ def kernels(request, build_cache):
             level, sources, flags = kernel_builds.with_tiles(level, sources)
         library = kernel_builds.load(level, build_cache, sources, flags)
         has_it = library.use_multiplier(MULTIPLIERS.index(multiplier))
-        if (
-            multiplier == "avx512bf16"
-        ):  # Tiles may be refused by a sandbox although the CPU has them.
+        # Tiles may be refused by a sandbox although the CPU has them.
+        if multiplier == "avx512bf16":
             needed = {"avx512bf16", "avx512vbmi"}
             assert bool(has_it) == (needed <= set(Fingerprint.current().cpu_features))
         if not has_it:
@@ -246,10 +245,8 @@ def test_a_row_and_a_sequence_are_their_own_in_a_batch(kernels, dtype):
     ]
     if dtype != "float32":  # Many rows sum many inputs in parts, one row sums them at once.
         cases += [(drawn(10, ((edge or 131) - 1, 4203, 41), dtype), (1, 2, 3, 4, 5, 7))]
-    for positions in (
-        32,
-        61,
-    ):  # a prompt or a sentence has a product of its own: panels, filled or not
+    # A prompt or a sentence has a product of its own: panels, filled or not.
+    for positions in (32, 61):
         case = drawn(5, (5 * positions, 401, 101), dtype, bias=True, activation=GELU_ERF)
         cases += [(replace(case, x=case.x.reshape(5, positions, -1)), (1, 2))]
         assert_right(cases[-1][0], kernels)

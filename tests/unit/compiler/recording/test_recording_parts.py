@@ -73,10 +73,7 @@ def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path):
     [first] = [target for target in targets if target.requirement.jaxlib == "1.2.3"]
     found = {target.requirement.jaxlib: sorted(target.programs) for target in targets}
     # No process reported of jit_c: it is of this machine's own jaxlib.
-    assert found == {
-        "1.2.3": [file_of("jit_a"), file_of("jit_c")],
-        "4.5.6": [file_of("jit_b")],
-    }
+    assert found == {"1.2.3": [file_of("jit_a"), file_of("jit_c")], "4.5.6": [file_of("jit_b")]}
     assert left_out == (f"jit_d at serve.py:7: {why}",)
     entries = [file.entry for file in first.programs.values()]
     found = [(entry.name, entry.arguments) for entry in entries]

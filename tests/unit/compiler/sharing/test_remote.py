@@ -77,7 +77,7 @@ def connect(request, tmp_path, monkeypatch, files):
             url = f"oci://{registry.host}/team/store"
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        yield lambda: read_stores(url, {}).tiers[0].remote
+        yield lambda: read_stores(url).tiers[0].remote
 
 
 def result(owner):

@@ -14,11 +14,13 @@ def write(directory, text):
     return str(directory / "stores.toml")
 
 
-def test_stores_are_read_from_a_url_or_a_file(tmp_path):
-    assert not read_stores(None, {}).tiers
+def test_stores_are_read_from_a_url_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.delenv(STORE, raising=False)
+    assert not read_stores(None).tiers
     (tier,) = read_stores("http://127.0.0.1:9/x").tiers
     assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
-    (tier,) = read_stores(None, {STORE: str(tmp_path / "a b")}).tiers
+    monkeypatch.setenv(STORE, str(tmp_path / "a b"))
+    (tier,) = read_stores(None).tiers
     assert tier.remote.name == (tmp_path / "a b").as_uri()
     text = """
 namespace = "branch"
@@ -55,7 +57,7 @@ WRONG = {
 }
 
 
-def test_a_mistake_names_the_file_and_the_key(tmp_path):
+def test_a_mistake_names_the_file_and_the_key(tmp_path, monkeypatch):
     for case, (text, kind, reason) in WRONG.items():
         with pytest.raises(kind, match=reason) as raised:
             read_stores(write(tmp_path, text))
@@ -64,5 +66,6 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path):
     (tmp_path / "stores.toml").unlink()
     with pytest.raises(StoreError, match="cannot read it"):
         read_stores(str(tmp_path / "stores.toml"))
+    monkeypatch.setenv(STORE, "oci://host")
     with pytest.raises(UsageError, match=f"{STORE}: .*a host and a path"):
-        read_stores(None, {STORE: "oci://host"})
+        read_stores(None)

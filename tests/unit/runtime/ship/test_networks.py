@@ -106,9 +106,8 @@ def test_the_login_of_the_narrowest_place_in_the_first_file(tmp_path, monkeypatc
     keep(named, {"host": ""}, identitytoken="token")
     assert find_login("host", "team/demo").identity == "token"
     assert find_login("elsewhere", "team/demo") is None
-    named.write_text(
-        "{}\n"
-    )  # of a tool that has logged in nowhere, where a registry may ask for no login
+    # Of a tool that has logged in nowhere, where a registry may ask for no login.
+    named.write_text("{}\n")
     assert find_login("host", "team/demo").user == "docker"
     named.unlink()
     with pytest.raises(

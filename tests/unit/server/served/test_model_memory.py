@@ -146,10 +146,8 @@ def test_what_is_left_for_one_more_with_and_without_a_limit_or_adapters(monkeypa
     shared = ModelMemory(9000, 0)
     one, other = StandInEngine(shared, 5000, stacks=stacks), StandInEngine(shared, 3000)
     assert (one.use(), other.use()) == (True, True)
-    assert awake(one, other) == [
-        False,
-        True,
-    ]  # 1,600 bytes are the adapters' of the one that sleeps
+    # 1,600 bytes are the adapters' of the one that sleeps.
+    assert awake(one, other) == [False, True]
     assert shared.for_caches("b", bundle(100)) == 9000 - 1600 - need
     message = "4,110 bytes for its programs and adapters, found 4,100 left"
     with pytest.raises(NoRoomError, match=message):

@@ -15,8 +15,7 @@ from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server import Engine
 from prejit.server.grammar.grammar_sources import GrammarSource
-from prejit.server.served import client_grammars, number_checks
-from prejit.server.served.number_checks import check_numbers
+from prejit.server.served import client_grammars, served_loading
 from prejit.server.served.served import ModelNotFoundError, Models
 from prejit.server.telemetry.engine_profile import record
 from prejit.server.telemetry.metrics_collector import EngineCollector
@@ -88,10 +87,10 @@ def test_the_first_program_with_a_nan_is_said_and_every_run_counts(decoder_dir, 
     said = []
     models = Models()
     odd_runs = models.odd_runs
-    monkeypatch.setattr(number_checks, "say", said.append)
+    monkeypatch.setattr(served_loading, "say", said.append)
     with load(decoder_dir) as bundle:
         engine = Engine(bundle)
-        check_numbers("m", bundle, odd_runs)
+        served_loading.check_numbers("m", bundle, odd_runs)
 
         def ask():
             engine.submit([1, 2, 3], max_new_tokens=4, stop_token_ids=()).exception(60)
@@ -117,6 +116,6 @@ def test_the_first_program_with_a_nan_is_said_and_every_run_counts(decoder_dir, 
 def test_functions_may_return_infinities(bundle_dir):
     odd_runs = Counter()
     with load(bundle_dir) as bundle:
-        check_numbers("m", bundle, odd_runs)
+        served_loading.check_numbers("m", bundle, odd_runs)
         assert not np.isfinite(bundle.call("score", x=np.full((2, 16), np.inf, np.float32))).all()
     assert not odd_runs

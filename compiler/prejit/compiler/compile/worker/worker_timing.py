@@ -165,10 +165,7 @@ def _last_cache_bytes() -> int:
 
 
 def _runner(
-    store: Store,
-    device: Device,
-    weights: dict[str, Any],
-    program: dict[str, Any],
+    store: Store, device: Device, weights: dict[str, Any], program: dict[str, Any]
 ) -> Callable[[], float]:
     """Return a function that runs a program with each of its weight sets and returns the seconds it took."""
     from prejit.runtime.device.transfer import dtype_of

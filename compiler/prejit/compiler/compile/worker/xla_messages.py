@@ -75,9 +75,7 @@ def _classes() -> dict[str, Any]:
             label = "REPEATED" if kind.startswith("*") else "OPTIONAL"
             kind = kind.removeprefix("*")
             added = message.field.add(
-                name=field_name,
-                number=int(number),
-                label=described.Label.Value(f"LABEL_{label}"),
+                name=field_name, number=int(number), label=described.Label.Value(f"LABEL_{label}")
             )
             if kind in _MESSAGES:
                 added.type_name = f".prejit_xla.{kind}"

@@ -22,11 +22,7 @@ from prejit.compiler.lowering.export import (
     export_program,
     sharding_on,
 )
-from prejit.compiler.lowering.user.flat_arrays import (
-    Arrays,
-    Example,
-    arrays_of,
-)
+from prejit.compiler.lowering.user.flat_arrays import Arrays, Example, arrays_of
 from prejit.compiler.lowering.user.found_function import UserFunction
 from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.lowering.user.repeating import repeated

@@ -105,11 +105,7 @@ def _global_state() -> bytes:
 
 @final
 class _Watch:
-    """A profile function that notes the calls of the user's code.
-
-    Attributes:
-        found: the calls, each with its line.
-    """
+    """A profile function that notes the calls of the user's code, each with its line, in `found`."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}

@@ -211,9 +211,7 @@ GRANITE = replace(
 )
 MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
 _SMOLLM3 = replace(
-    LLAMA,
-    windows="by type",
-    turns_layer=lambda config, layer: bool(config.no_rope_layers[layer]),
+    LLAMA, windows="by type", turns_layer=lambda config, layer: bool(config.no_rope_layers[layer])
 )
 HUNYUAN = DecoderFamily(
     DecoderNames(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
@@ -289,11 +287,7 @@ _PHI = DecoderFamily(
     turns="part",
 )
 _STABLELM = DecoderFamily(
-    norm=LayerNorm,
-    epsilon="layer_norm_eps",
-    bias="use_qkv_bias",
-    output_bias=False,
-    turns="part",
+    norm=LayerNorm, epsilon="layer_norm_eps", bias="use_qkv_bias", output_bias=False, turns="part"
 )
 COHERE2 = DecoderFamily(
     DecoderNames(mlp_norm=""),
@@ -322,11 +316,7 @@ _OLMO = DecoderFamily(
     clip="clip_qkv",
 )
 _VAULT_GEMMA = replace(_GEMMA2, names=replace(_GEMMA2.names, after_attention="", after_mlp=""))
-_GEMMA = DecoderFamily(
-    norm=_GEMMA2.norm,
-    bias="attention_bias",
-    embedding_scale=_root_of_width,
-)
+_GEMMA = DecoderFamily(norm=_GEMMA2.norm, bias="attention_bias", embedding_scale=_root_of_width)
 _SEED = replace(LLAMA, output_bias="attention_out_bias")
 ERNIE = DecoderFamily(bias="use_bias", mlp_bias="use_bias", is_interleaved=True)
 

@@ -27,13 +27,9 @@ from prejit.compiler.models.families.decoder_family import (
     StateLayer,
 )
 from prejit.compiler.models.families.latent_attention import LatentAttention
-from prejit.compiler.models.layers import product_forms, rope
+from prejit.compiler.models.layers import forms_while_tracing, rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.layer_config import (
-    KVCache,
-    LayerCache,
-    empty_layer,
-)
+from prejit.compiler.models.layers.layer_config import KVCache, LayerCache, empty_layer
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     XIELU,
@@ -142,11 +138,7 @@ class DecoderStack(nnx.Module):
         self.norms_embeddings = family.norms_embeddings
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        new: NewTokens,
-        cache: KVCache,
-        images: PlacedImages | None = None,
+        self, tokens: jax.Array, new: NewTokens, cache: KVCache, images: PlacedImages | None = None
     ) -> tuple[jax.Array, KVCache]:
         """Return the hidden states that results need, [B, 1, D] or [B, T, D], and the cache."""
         blocks = part_of(self, self.names.layers)
@@ -394,7 +386,7 @@ class Block(nnx.Module):
             queries = heads.queries // heads.keys * heads.size
             projected = jnp.split(by_head, [queries, queries + heads.size], axis=-1)
         elif len(projected) == 1:
-            if heads.rotary is None and product_forms.has_kernels():
+            if heads.rotary is None and forms_while_tracing.has_kernels():
                 packed = projected[0].reshape(*x.shape[:2], -1, heads.size)
                 return new.attend_packed(packed, heads.queries, layer, heads.scale, **options)
             ends = [heads.queries * heads.size, (heads.queries + heads.keys) * heads.size]

@@ -30,12 +30,7 @@ from flax import nnx
 from prejit.compiler.models.families import sentence
 from prejit.compiler.models.layers.attention import NewTokens, attention, attention_to_all
 from prejit.compiler.models.layers.cache_rows import stored_rows
-from prejit.compiler.models.layers.layer_config import (
-    LayerCache,
-    empty_layer,
-    require,
-    unsupported,
-)
+from prejit.compiler.models.layers.layer_config import LayerCache, empty_layer, require, unsupported
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     Embedding,

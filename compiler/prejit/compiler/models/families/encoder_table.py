@@ -92,9 +92,7 @@ _MPNET = EncoderNames(
 )
 
 _DEBERTA = EncoderFamily(
-    EncoderNames(
-        qkv=tuple(f"attention.self.{part}_proj" for part in ("query", "key", "value")),
-    ),
+    EncoderNames(qkv=tuple(f"attention.self.{part}_proj" for part in ("query", "key", "value"))),
     has_positions=False,
     shared=lambda config: {
         "encoder.rel_embeddings": Embedding(2 * config.position_buckets, config.hidden_size),

@@ -19,12 +19,7 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.models.families.encoder_decoders import buckets
-from prejit.compiler.models.families.sentence import (
-    attention,
-    biased_attention,
-    places,
-    product,
-)
+from prejit.compiler.models.families.sentence import attention, biased_attention, places, product
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
 
@@ -80,6 +75,8 @@ class EncoderFamily:
 class TextEncoder(nnx.Module):
     """The transformer (see sentence.Transformer). Parameters have the names of the published tensors."""
 
+    final: tuple[nnx.Module, ...] = ()
+
     def __init__(self, family: EncoderFamily, config: Any) -> None:
         self.embeddings = Embeddings(family, config)
         self.name = family.names.layers
@@ -113,11 +110,6 @@ class TextEncoder(nnx.Module):
     def shared(self) -> tuple[nnx.Module, ...]:
         """See Transformer."""
         return tuple(part_of(self, name) for name in self.names_of_shared)
-
-    @property
-    def final(self) -> tuple[nnx.Module, ...]:
-        """See Transformer."""
-        return ()
 
 
 _FARTHEST = 128
@@ -157,10 +149,7 @@ class Embeddings(nnx.Module):
         self.padding: int | None = getattr(config, padding) if isinstance(padding, str) else padding
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        segments: jax.Array | None = None,
-        length: jax.Array | None = None,
+        self, tokens: jax.Array, segments: jax.Array | None = None, length: jax.Array | None = None
     ) -> jax.Array:
         """Map tokens [B, T] to [B, T, D]; segments [B, T] are of a pair of texts, None: all are the first.
 

@@ -459,8 +459,7 @@ HYBRIDS: Mapping[str, Family] = {
     "qwen3_5_moe_text": _qwen(_QWEN3_5_MOE, "shared_expert_intermediate_size"),
     "qwen3_5_text": _qwen(_QWEN3_5),
     "qwen3_next": _qwen(
-        _QWEN3_NEXT,
-        *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"),
+        _QWEN3_NEXT, *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size")
     ),
 }
 """The hybrids, by model_type."""

@@ -27,25 +27,9 @@ from prejit.compiler.models.families.sentence import (
     product,
 )
 from prejit.compiler.models.families.sentence_layout import SentenceLayout
-from prejit.compiler.models.layers import product_forms
+from prejit.compiler.models.layers import forms_while_tracing
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
-
-
-@dataclass(frozen=True)
-class ImageConfig:
-    """The sizes of an image encoder; attributes as of `bundle_schema.Images`."""
-
-    family: str
-    width: int
-    size: tuple[int, int]
-    resize: tuple[int, ...]
-    resample: int
-    scores: str | None = None
-    labels: tuple[str, ...] | None = None
-    tokens: int | None = None
-    token_id: int | None = None
-    marks: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +88,7 @@ class SingleTower(ImageModel):
     def image(self, pixels: jax.Array) -> jax.Array:
         """See ImageModel."""
         tower: ImageTower = getattr(self, self.tower)
-        with product_forms.rounding_rows():
+        with forms_while_tracing.rounding_rows():
             x = tower(pixels)
         pooled = x[:, 0]
         if not self.labels:
@@ -121,6 +105,8 @@ class SingleTower(ImageModel):
 class TextTower(nnx.Module):
     """The transformer of texts (see sentence.Transformer)."""
 
+    shared: tuple[nnx.Module, ...] = ()
+
     def __init__(self, family: BlockFamily, config: Any) -> None:
         self.embeddings = TextEmbeddings(config)
         blocks = [TowerBlock(family, config) for _ in range(config.num_hidden_layers)]
@@ -136,11 +122,6 @@ class TextTower(nnx.Module):
     def blocks(self) -> nnx.List[TowerBlock]:
         """See Transformer."""
         return part_of(self, "encoder.layers")
-
-    @property
-    def shared(self) -> tuple[nnx.Module, ...]:
-        """See Transformer."""
-        return ()
 
     @property
     def final(self) -> tuple[nnx.Module, ...]:
@@ -211,7 +192,7 @@ class TwoTowers(WholeEncoder, ImageModel):
 
     def image(self, pixels: jax.Array) -> jax.Array:
         """See ImageModel."""
-        with product_forms.rounding_rows():
+        with forms_while_tracing.rounding_rows():
             x = self.vision_model(pixels)
         if not self.family.projection:
             return normalized(self.vision_model.head(x))

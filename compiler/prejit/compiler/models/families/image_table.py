@@ -66,9 +66,7 @@ _QKV_BIASES = ("qkv_bias", "qkv_bias", "qkv_bias", "", "")
 
 def _dino_names(config: Any) -> BlockNames:
     names = BlockNames(
-        *_ATTENTION,
-        ("norm1", "norm2"),
-        scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+        *_ATTENTION, ("norm1", "norm2"), scales=("layer_scale1.lambda1", "layer_scale2.lambda1")
     )
     if not config.use_swiglu_ffn:
         return names
@@ -110,10 +108,7 @@ _VIT = ImageRow(
     _RGB,
     classifies=True,
 )
-_DINO = ImageFamily(
-    BlockFamily(_dino_names, _dino_inner, _QKV_BIASES),
-    resampling=bicubic,
-)
+_DINO = ImageFamily(BlockFamily(_dino_names, _dino_inner, _QKV_BIASES), resampling=bicubic)
 _DINOV2 = ImageRow(
     _DINO,
     "BitImageProcessor",

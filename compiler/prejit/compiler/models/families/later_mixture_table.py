@@ -139,10 +139,7 @@ _LLAMA4 = DecoderFamily(
     norms_turned=lambda config, layer: bool(config.use_qk_norm and config.no_rope_layers[layer]),
     growth=lambda config: (
         Rotary(
-            (),
-            growth=float(config.attn_scale),
-            growth_positions=config.floor_scale,
-            growth_start=1,
+            (), growth=float(config.attn_scale), growth_positions=config.floor_scale, growth_start=1
         )
         if config.attn_temperature_tuning
         else None

@@ -234,18 +234,12 @@ _DEEPSEEK2 = DecoderFamily(
     is_latent=True,
 )
 _CORRECTED_EXPERTS = replace(_DEEPSEEK_EXPERTS, routing=corrected)
-_DEEPSEEK3 = replace(
-    _DEEPSEEK2,
-    is_interleaved="rope_interleave",
-    experts=_CORRECTED_EXPERTS,
-)
+_DEEPSEEK3 = replace(_DEEPSEEK2, is_interleaved="rope_interleave", experts=_CORRECTED_EXPERTS)
 
 
 _GLM4_MOE_LITE = replace(_DEEPSEEK3, experts=replace(_CORRECTED_EXPERTS, layers=_is_sparse))
 _DOTS1 = replace(
-    QWEN3,
-    names=replace(_DEEPSEEK2.names, head_norms=HEAD_NORMS),
-    experts=_DEEPSEEK3.experts,
+    QWEN3, names=replace(_DEEPSEEK2.names, head_norms=HEAD_NORMS), experts=_DEEPSEEK3.experts
 )
 _GLM4_MOE = DecoderFamily(
     _DEEPSEEK2.names,

@@ -85,10 +85,7 @@ def of_chat(
     def rendered(texts: Mapping[str, str], system: str | None) -> str:
         roles = [("system", system)] if system else []
         messages = [
-            {
-                "role": role,
-                "content": text if form == "flat" else [{"type": "text", "text": text}],
-            }
+            {"role": role, "content": text if form == "flat" else [{"type": "text", "text": text}]}
             for role, text in (*roles, *((role, texts[role]) for role in ("query", "document")))
         ]
         try:

@@ -61,6 +61,8 @@ class RotaryFamily:
 class RotaryEncoder(nnx.Module):
     """The transformer (see sentence.Transformer). Parameters have the names of the published tensors."""
 
+    shared: tuple[nnx.Module, ...] = ()
+
     def __init__(self, family: RotaryFamily, config: Any) -> None:
         blocks, names = family.blocks, family.blocks.names
         self.names, self.ends_normed = names, not family.norms_sums
@@ -91,11 +93,6 @@ class RotaryEncoder(nnx.Module):
     def blocks(self) -> nnx.List[RotaryBlock]:
         """See Transformer."""
         return part_of(self, self.names.layers)
-
-    @property
-    def shared(self) -> tuple[nnx.Module, ...]:
-        """See Transformer."""
-        return ()
 
     @property
     def final(self) -> tuple[nnx.Module, ...]:

@@ -273,8 +273,7 @@ def _modules(file: Path) -> Iterator[tuple[str, Path]]:
         if name not in _MODULES or not str(kind).startswith("sentence_transformers."):
             allowed = ", ".join(f'"sentence_transformers.models.{known}"' for known in _MODULES)
             raise CheckpointError(
-                f"{file}: [{place}].type: expected one of {allowed}; found {shown(kind)}",
-                hint=HINT,
+                f"{file}: [{place}].type: expected one of {allowed}; found {shown(kind)}", hint=HINT
             )
         parts = Path(path).parts if isinstance(path, str) else ("..",)
         if ".." in parts or Path(*parts).is_absolute() or len(parts) > 1:
@@ -303,8 +302,7 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
                 expect(file, {"pooling_mode": mode}, "pooling_mode", every)
         if len(set(chosen)) < len(chosen):
             raise CheckpointError(
-                f"{file}: pooling_mode: expected each mode once, found {shown(chosen)}",
-                hint=HINT,
+                f"{file}: pooling_mode: expected each mode once, found {shown(chosen)}", hint=HINT
             )
         modes = tuple(chosen)  # results are concatenated in the order of the file
     if not modes:
@@ -385,11 +383,7 @@ def _model_max_length(directory: Path) -> int | None:
 
 
 def _prompts(
-    file: Path,
-    settings: Mapping[str, Any],
-    modules: Sequence[tuple[str, Path]],
-    *,
-    scores: bool,
+    file: Path, settings: Mapping[str, Any], modules: Sequence[tuple[str, Path]], *, scores: bool
 ) -> tuple[Mapping[str, str], str | None]:
     """Return the prompts and the default one's name; refuse truncation, which a bundle does not apply."""
     expect(file, settings, "truncate_dim", [None])

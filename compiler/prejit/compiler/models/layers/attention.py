@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import kernel_calls, product_forms
+from prejit.compiler.models.layers import forms_while_tracing, kernel_calls
 from prejit.compiler.models.layers.cache_rows import read_rows, stored_rows
 from prejit.compiler.models.layers.layer_config import LayerCache
 
@@ -91,7 +91,7 @@ class NewTokens:
             bias = None if bias is None else self.wanted(bias)
         ends = self.ends
         others: tuple[Any, ...] = (bias, sinks, ends, chunk)
-        if product_forms.has_kernels() and all(each is None for each in others):
+        if forms_while_tracing.has_kernels() and all(each is None for each in others):
             return self._call_kernel(query, (keys, values), layer, scale, window=window, cap=cap)
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
@@ -293,7 +293,7 @@ def attention_to_all(
         float32 [B, T, N * H]; the cache, which the kernel has to return because it gets its memory.
     """
     slots = layer[0].shape[2]
-    if not product_forms.has_kernels():
+    if not forms_while_tracing.has_kernels():
         positions = jnp.full(query.shape[:2], slots - 1)
         return attention(query, layer, positions, scale), layer
     # Tokens behind the end of a cache see all of it, and none of them is written.

@@ -244,10 +244,7 @@ def checks_of(*keys: str, **others: Check) -> Checks:
     return {**{key: _KEYS[key] for key in keys}, **others}
 
 
-_ROPE: Checks = {
-    "rope_theta": _SCALE,
-    "partial_rotary_factor": _number(1e-6, 1.0, optional=True),
-}
+_ROPE: Checks = {"rope_theta": _SCALE, "partial_rotary_factor": _number(1e-6, 1.0, optional=True)}
 _PRETRAINED = _integer(2, _LARGEST)
 _MODEL_ROPE: Checks = {**_ROPE, "original_max_position_embeddings": _PRETRAINED}
 """The keys beside `rope_parameters` that say how heads turn."""
@@ -287,11 +284,7 @@ GROWTH: Checks = {
 
 
 def check_file(
-    file: Path,
-    content: Mapping[str, Any],
-    checks: Checks,
-    kind: Any,
-    prefix: str = "",
+    file: Path, content: Mapping[str, Any], checks: Checks, kind: Any, prefix: str = ""
 ) -> None:
     """Check the values in a file. transformers completes a key that is missing or null.
 
@@ -387,12 +380,7 @@ def _check_file_rope(file: Path, key: str, content: Any) -> None:
 
 
 def _check(
-    file: Path,
-    prefix: str,
-    values: Mapping[str, Any],
-    checks: Checks,
-    *,
-    complete: bool = True,
+    file: Path, prefix: str, values: Mapping[str, Any], checks: Checks, *, complete: bool = True
 ) -> None:
     """Check values; where they are not complete, transformers gives a value to a key that is null."""
     for key, check in checks.items():

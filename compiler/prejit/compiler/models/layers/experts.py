@@ -28,7 +28,7 @@ from flax import nnx
 from jax import lax
 
 from prejit.compiler.base.stored_dtypes import stored_as
-from prejit.compiler.models.layers import kernel_calls, product_forms
+from prejit.compiler.models.layers import forms_while_tracing, kernel_calls
 from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm, dot_of_words
 
 FEW_PAIRS = 8
@@ -162,13 +162,7 @@ class ExpertMatrices(nnx.Module):
     contracted = 2
 
     def __init__(
-        self,
-        experts: int,
-        inputs: int,
-        outputs: int,
-        *,
-        bias: bool = False,
-        is_mxfp4: bool = False,
+        self, experts: int, inputs: int, outputs: int, *, bias: bool = False, is_mxfp4: bool = False
     ) -> None:
         self.inputs, self.outputs, self.is_mxfp4 = inputs, outputs, is_mxfp4
         self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs)))
@@ -253,7 +247,7 @@ class Mixture:
         Returns:
             float32 [R, D].
         """
-        if product_forms.has_kernels():
+        if forms_while_tracing.has_kernels():
             results = self._by_kernel(x, experts)
         elif len(x) == 1 or experts.size <= FEW_PAIRS:
             results = self._by_pairs(x, experts)
@@ -297,9 +291,8 @@ class Mixture:
             expert = jnp.searchsorted(last_block, number, side="right").astype(jnp.int32)
             at = (number - last_block[expert] + blocks[expert]) * size + jnp.arange(size)
             pair = order.at[first_pair[expert] + at].get(mode="clip")
-            pair = jnp.where(
-                at < tokens[expert], pair, pairs
-            )  # rows that fill up a block are zeros
+            # Rows that fill up a block are zeros.
+            pair = jnp.where(at < tokens[expert], pair, pairs)
             rows = x.at[pair // chosen].get(mode="fill", fill_value=0)
             result = self.down.dot(self.gate(self.up.dot(rows, expert)), expert)
             return results.at[pair].set(result, mode="drop")

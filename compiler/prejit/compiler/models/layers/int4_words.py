@@ -48,11 +48,7 @@ def word_shape(inputs: int, outputs: int) -> tuple[int, int, int]:
     return -(-outputs // TILE), inputs // IN_WORD, TILE
 
 
-def scale_shape(
-    inputs: int,
-    outputs: int,
-    groups: Groups = GROUPS_OF_32,
-) -> tuple[int, int, int]:
+def scale_shape(inputs: int, outputs: int, groups: Groups = GROUPS_OF_32) -> tuple[int, int, int]:
     """Return the shape of the scales of a matrix, whose inputs are whole groups."""
     return -(-outputs // TILE), inputs // groups.size, TILE * (1 + groups.zeros)
 

@@ -1,4 +1,4 @@
-"""Calls of the native kernels, as layers make them while a model is traced (see product_forms.py)."""
+"""Calls of the native kernels, as layers make them while a model is traced (see forms_while_tracing.py)."""
 
 from __future__ import annotations
 

@@ -193,6 +193,5 @@ def refused(file: Path, key: str, wanted: str, found: Any) -> CheckpointError:
 def unsupported(config: Any, message: str) -> CheckpointError:
     """Return the error for a model that is not supported, with the path of its config.json."""
     return CheckpointError(
-        f"{Path(config.name_or_path, 'config.json')}: {message}",
-        hint=BRING_YOUR_OWN,
+        f"{Path(config.name_or_path, 'config.json')}: {message}", hint=BRING_YOUR_OWN
     )

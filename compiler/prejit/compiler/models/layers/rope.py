@@ -116,9 +116,8 @@ def frequencies(
     kind = parameters.get("rope_type")
     require(config, f"{key}.rope_type", kind, ["default", "dynamic", *_SCALED])
     share = parameters.get("partial_rotary_factor")
-    is_whole = (
-        kind == "proportional"
-    )  # its share does not turn, but the angles are those of whole heads
+    # Its share does not turn, but the angles are those of whole heads.
+    is_whole = kind == "proportional"
     if not partial and not is_whole:
         require(config, f"{key}.partial_rotary_factor", share, [None, 1.0])
     turned = size if is_whole or share is None else int(size * share)

@@ -188,12 +188,7 @@ class Crew:
         return self._project.manifest
 
     def _lower(
-        self,
-        plan: Plan,
-        unit: Unit,
-        *,
-        then: Callable[[PlannedProgram], bool] | None,
-        chosen: bool,
+        self, plan: Plan, unit: Unit, *, then: Callable[[PlannedProgram], bool] | None, chosen: bool
     ) -> Sequence[PlannedProgram]:
         """Lower a unit in a process, in a thread that waits for it. Returns its programs, or none."""
         label = f"lowering {unit[0].spec.name}"

@@ -16,12 +16,7 @@ from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import IMAGE, undrafted
 from prejit.compiler.native.products import Product, called
-from prejit.compiler.pipeline.model import (
-    ModelSource,
-    cache_dtype,
-    longest_context,
-    longest_source,
-)
+from prejit.compiler.pipeline.model import ModelSource, cache_dtype, longest_context, longest_source
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Native,
@@ -47,8 +42,8 @@ from prejit.runtime.format.names import DRAFT
 if TYPE_CHECKING:
     from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.own_decoder import OwnModel
+    from prejit.compiler.models.layers.forms_while_tracing import Forms
     from prejit.compiler.models.layers.layer_config import DecoderConfig
-    from prejit.compiler.models.layers.product_forms import Forms
     from prejit.compiler.models.parameters import Parametrized
 
 _ZSTD_LEVEL = 10
@@ -197,7 +192,7 @@ def lower_native(
 def _lower_native(
     space: Workspace, program: PlannedProgram, key: Key, forms: Mapping[Product, str]
 ) -> Native:
-    from prejit.compiler.models.layers.product_forms import Forms
+    from prejit.compiler.models.layers.forms_while_tracing import Forms
 
     chosen = Forms(forms)
     how = lower_own_decoder if space.plan.manifest.has_own_model else _lower_published
@@ -214,8 +209,7 @@ def _lower_model(space: Workspace, program: PlannedProgram) -> Lowered:
     lowered = put_lowered(made, space.store)
     if program.spec.kind == IMAGE:
         cost = made.estimated_microseconds
-        images = asdict(space.model().images)
-        return replace(lowered, images=images, estimated_microseconds=cost)
+        return replace(lowered, images=space.model().images, estimated_microseconds=cost)
     if space.plan.manifest.encode is None:
         return replace(lowered, decoder=dict(made.decoder))
     return replace(

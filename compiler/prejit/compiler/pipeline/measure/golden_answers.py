@@ -96,10 +96,7 @@ def ask(
     }
     try:
         code, output, errors = run_child(
-            (sys.executable, "-m", module),
-            content,
-            seconds=timeout_seconds,
-            env=environment,
+            (sys.executable, "-m", module), content, seconds=timeout_seconds, env=environment
         )
     except OSError as error:
         return [], f"its process cannot be started: {error.strerror}"
@@ -112,10 +109,7 @@ def ask(
 
 
 def with_golden_answers(
-    targets: Sequence[PackedTarget],
-    store: Store,
-    progress: Progress,
-    timeout_seconds: float,
+    targets: Sequence[PackedTarget], store: Store, progress: Progress, timeout_seconds: float
 ) -> tuple[PackedTarget, ...]:
     """Return the targets of a bundle, their programs with golden answers: from the store, or asked for now.
 

@@ -29,9 +29,9 @@ from prejit.compiler.models import (
     quantizing,
 )
 from prejit.compiler.models.int4_feedback import Inputs
+from prejit.compiler.models.int4_rounding import Rows
 from prejit.compiler.models.jaxpr_evaluation import INLINED, called
 from prejit.compiler.models.parameters import parametrized
-from prejit.compiler.models.quantizing import Rows
 from prejit.compiler.pipeline.measure import streamed
 from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, encode_text
 from prejit.compiler.pipeline.measure.streamed import Weight

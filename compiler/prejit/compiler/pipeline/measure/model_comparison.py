@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from prejit.compiler.models.int4_rounding import Rows
 from prejit.compiler.models.parameters import Parametrized
-from prejit.compiler.models.quantizing import Rows
 from prejit.compiler.pipeline.measure.streamed import Weight, evaluate
 from prejit.runtime.encoding.sentences import shorten
 from prejit.runtime.errors import (
@@ -94,10 +94,8 @@ def encode_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
     """Return all tokens of a text, and those that begin it, both int32. Errors are those of `read_text`."""
     text, tokenizer = _read(file, tokenizer_file)
     ids = _encoded(tokenizer, text, tokenizer_file, add_special_tokens=False)
-    bare, whole = (tokenizer.encode("a", add_special_tokens=each) for each in (False, True))
-    places = range(len(whole) - len(bare) + 1)
-    begun = next((at for at in places if whole[at : at + len(bare)] == bare), 0)
-    return np.array(ids, np.int32), np.array(whole[:begun], np.int32)
+    begin, _ = tokenizer.around()
+    return np.array(ids, np.int32), np.array(begin, np.int32)
 
 
 def read_sentences(

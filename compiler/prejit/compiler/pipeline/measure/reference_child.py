@@ -18,16 +18,11 @@ from prejit.compiler.base.process_errors import error_text
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest, open_programs
 from prejit.runtime.base.child_process import end_with_parent
 from prejit.runtime.base.typed_json import from_plain
-from prejit.runtime.device.transfer import dtype_of, to_numpy
+from prejit.runtime.device.transfer import dtype_of, is_whole, to_numpy
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.programs.golden_check import (
-    format_results,
-    parse_results,
-    sampled,
-    samples_of,
-)
+from prejit.runtime.programs.golden_check import format_results, parse_results, sampled, samples_of
 from prejit.runtime.programs.golden_inputs import Values
 from prejit.runtime.programs.pytree import dotted, spell
 from prejit.runtime.programs.ready_programs import Programs
@@ -145,8 +140,7 @@ def _arrays(file: Mapping[str, Any], prefix: str, arrays: Sequence[Array]) -> li
             raise BuildError(
                 f"{name}: expected the shape {list(array.shape)}, found {list(value.shape)}"
             )
-        is_whole = dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
-        lost = "fc" if is_whole else "" if dtype.kind == "c" else "c"
+        lost = "fc" if is_whole(dtype) else "" if dtype.kind == "c" else "c"
         if value.dtype.kind in lost:
             raise BuildError(f"{name}: expected {array.dtype}, found {value.dtype}")
         found.append(value.view(dtype) if value.dtype.kind == "V" else value.astype(dtype))
@@ -165,7 +159,7 @@ def _differences(expected: Values, found: Values, tolerance: float) -> tuple[Any
         size = np.abs(one)
         finite = size[np.isfinite(size)]
         allowed = tolerance * (size + (finite.mean() if finite.size else 0.0))
-        if expected.dtype.kind in "biu" or expected.dtype.name.startswith(("int", "uint")):
+        if is_whole(expected.dtype):
             allowed = np.zeros_like(size)
         shares = np.where(distance > allowed, distance / allowed, 0.0)
         same = (one == other) | (np.isnan(one) & np.isnan(other))

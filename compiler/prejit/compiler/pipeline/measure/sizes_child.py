@@ -28,7 +28,7 @@ from prejit.runtime.base.child_process import end_with_parent
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.portable import specialize
-from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, dtype_of, is_whole, to_numpy
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer
@@ -131,10 +131,7 @@ def main() -> None:
 
 
 def _compare(
-    program: Compared,
-    read: Callable[[str], bytes],
-    device: Device,
-    weights: Sequence[DeviceArray],
+    program: Compared, read: Callable[[str], bytes], device: Device, weights: Sequence[DeviceArray]
 ) -> list[SizeDifference]:
     """Return each result that differs, where it differs most."""
     arguments = [Array.parse(text) for text in program.arguments]
@@ -159,7 +156,8 @@ def _compare(
             serve = _padding(arguments, results, program.pad, bucket(), run)
         else:
             assert program.symbolic is not None
-            shapes = [array.shape for array in (*weights, *_resized(arguments, trial.sizes))]
+            shapes = [*(each.shape for each in weights)]
+            shapes += [each.shape_at(trial.sizes) for each in arguments]
             portable, _ = specialize(read(program.symbolic), program.platforms, "cpu", shapes)
             serve = partial(run, device.compile(portable, ("cpu",)))
         for values in _inputs(arguments, trial, program.mask):
@@ -204,27 +202,12 @@ def _padding(
     return serve
 
 
-def _resized(arrays: Sequence[Array], sizes: Mapping[str, int]) -> list[Array]:
-    return [
-        replace(
-            array,
-            shape=tuple(
-                sizes.get(name, extent)
-                for name, extent in zip(array.variables, array.shape, strict=True)
-            ),
-        )
-        if array.variables
-        else array
-        for array in arrays
-    ]
-
-
 def _inputs(arguments: Sequence[Array], trial: StoredTrial, mask: str) -> Iterator[list[Values]]:
     """Yield arguments of several signs and magnitudes, booleans of both values and of one.
 
     Whole numbers are below every size: they may be places or lengths. Places are not below 0.
     """
-    arrays = _resized(arguments, trial.sizes)
+    arrays = [replace(each, shape=each.shape_at(trial.sizes)) for each in arguments]
     values = [call_input(array, SEED, place, mask) for place, array in enumerate(arrays)]
     for far, sign in (*((False, sign) for sign in _SIGNS), (True, 1), (True, -1)):
         yield [
@@ -243,7 +226,7 @@ def _of_sign(value: Values, sign: int, far: bool, below: int, has_places: bool) 
     dtype = value.dtype
     if dtype.kind == "b":
         return np.full_like(value, sign > 0) if sign else value
-    if _is_exact(dtype):
+    if is_whole(dtype):
         if sign < 0 and not (has_places or dtype.name.startswith("uint")):
             return np.clip(-value.astype(np.int64), -2, -1).astype(dtype)
         most = max(0, min(2, below - 1))
@@ -261,7 +244,7 @@ def _of_sign(value: Values, sign: int, far: bool, below: int, has_places: bool) 
 
 def _nudged(value: Values) -> Values:
     """Return a value with its numbers changed a little; whole numbers stay."""
-    if _is_exact(value.dtype):
+    if is_whole(value.dtype):
         return value
     return (value * (1 + _NUDGE)).astype(value.dtype)
 
@@ -281,7 +264,7 @@ def _share(
         return 0.0, "", ""
     first, second, third = map(_as_doubles, (expected, found, moved))
     with np.errstate(all="ignore"):
-        if _is_exact(expected.dtype):
+        if is_whole(expected.dtype):
             allowed = np.where(first == third, 0.0, np.inf)
             second = np.where((expected == found).reshape(-1), first, second)  # beyond 2**53
         else:
@@ -301,10 +284,6 @@ def _share(
         shares = np.where(odd & ~same, np.inf, shares)
     at = int(shares.argmax())
     return float(shares[at]), f"{first[at]:.6g}", f"{second[at]:.6g}"
-
-
-def _is_exact(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
 
 
 def _as_doubles(value: Values) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -18,8 +18,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from prejit.compiler.models import jaxpr_evaluation
+from prejit.compiler.models.int4_rounding import Rows
 from prejit.compiler.models.jaxpr_evaluation import INLINED, bind, called
-from prejit.compiler.models.quantizing import Rows, blocks
+from prejit.compiler.models.quantizing import blocks
 
 
 @dataclass(frozen=True)

@@ -285,11 +285,8 @@ def _encoder(executables: Iterable[Submitted]) -> Encoder | None:
 
 
 def _images(executables: Iterable[Submitted]) -> Images | None:
-    for each in executables:
-        if (fields := each.lowered.images) is not None:
-            lists = {name: tuple(v) for name, v in fields.items() if isinstance(v, list | tuple)}
-            return Images(**{**fields, **lists})
-    return None
+    found = (each.lowered.images for each in executables)
+    return next((images for images in found if images is not None), None)
 
 
 def _match(executables: Iterable[Submitted]) -> dict[str, tuple[str, ...]]:
@@ -297,7 +294,7 @@ def _match(executables: Iterable[Submitted]) -> dict[str, tuple[str, ...]]:
     kinds = {each.spec.kind: each.lowered for each in executables}
     if "layer" not in kinds or (images := kinds.get("image")) is None or images.images is None:
         return {}
-    return {MATCH: MATCHING[images.images["family"]]}
+    return {MATCH: MATCHING[images.images.family]}
 
 
 def _forms(

@@ -18,10 +18,7 @@ from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.added_tokens import with_configured_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.checkpoint.encoder_tokenizer import (
-    check_encoder_tokenizer,
-    check_prefix_space,
-)
+from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer, check_prefix_space
 from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
 from prejit.compiler.pipeline.model import ModelSource, file_digest
@@ -30,12 +27,7 @@ from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.few_bits import FewBits, few_bits
 from prejit.compiler.pipeline.published_files import Published, ResultOfFiles
-from prejit.compiler.pipeline.result_keys import (
-    Contents,
-    content_of,
-    tokenizer_key,
-    weights_key,
-)
+from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer_key, weights_key
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json

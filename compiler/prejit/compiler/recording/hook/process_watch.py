@@ -24,13 +24,7 @@ _IMPORT = "<frozen importlib."
 _PACKAGES = os.path.join(os.path.dirname(os.__file__), "importlib", "")
 """The code that lists them to find installed packages."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_ASKS = {
-    "stat": "kinds",
-    "access": "kinds",
-    "lstat": "links",
-    "readlink": "links",
-    "open": "files",
-}
+_ASKS = {"stat": "kinds", "access": "kinds", "lstat": "links", "readlink": "links", "open": "files"}
 """Functions of `os` by what their answers depend on."""
 _OF_PROCESS = (
     *("cpu_count", "process_cpu_count", "sched_getaffinity", "getloadavg", "uname", "getxattr"),

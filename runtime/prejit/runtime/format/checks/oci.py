@@ -115,9 +115,8 @@ def target_of(descriptor: Descriptor, path: str) -> tuple[str, Requirement]:
     requirement = annotations.get(REQUIREMENT)
     if not name or requirement is None:
         raise ValueError(f"expected {REF_NAME} and {REQUIREMENT} on each target")
-    encoded = requirement.encode(
-        "ascii", "replace"
-    )  # text that is not ASCII is not canonical either
+    # Text that is not ASCII is not canonical either.
+    encoded = requirement.encode("ascii", "replace")
     return name, from_json(Requirement, encoded, path)
 
 

@@ -70,9 +70,8 @@ class Signatures:
     def of(self, program: ProgramEntry) -> Signature:
         """Return the signature of a program whose bucket was checked; its kind is not `call`."""
         if program.kind.startswith(ADAPTED):
-            from prejit.runtime.format.checks.adapter_stacks import (
-                adapted_signature,
-            )  # few have any
+            # Few have any.
+            from prejit.runtime.format.checks.adapter_stacks import adapted_signature
 
             return adapted_signature(self.of, self._decoder, program)
         sizes = program.bucket
@@ -237,10 +236,7 @@ def sized(array: Array, sizes: Mapping[str, int], name: str | None = None) -> Ar
     return replace(
         array,
         path=array.path if name is None else (name, *array.path[1:]),
-        shape=tuple(
-            sizes[variable] if variable else size
-            for variable, size in zip(array.variables, array.shape, strict=True)
-        ),
+        shape=array.shape_at(sizes),
         variables=(),
     )
 

@@ -45,9 +45,8 @@ def _start_after(loader: "Any") -> None:
     execute = loader.exec_module
 
     def exec_module(module: "ModuleType") -> None:
-        del (
-            loader.exec_module
-        )  # the attribute of this very loader, which hides the method of its class
+        # The attribute of this very loader, which hides the method of its class.
+        del loader.exec_module
         execute(module)
         try:
             _start()
