@@ -64,6 +64,12 @@ class Holder:
         return self.value
 
 
+class Cached(Holder):
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.value
+
+
 SCALE = [1.0]
 
 
@@ -87,6 +93,8 @@ def test_texts_of_functions_have_what_they_hold(monkeypatch):
         (jax.jit(closing(1)), jax.jit(closing(2))),
         ([1].index, [2].index),
         (lambda x, by=1: x * by, lambda x, by=2: x * by),
+        (lambda x, by=str.upper: x, lambda x, by=str.lower: x),
+        (Cached(1).method, Cached(2).method),
     ]
     for one, other in pairs:
         assert text_of(one) != text_of(other)

@@ -93,9 +93,9 @@ class _Writer:
             return self._function(value, depth)
         if hasattr(value, "__wrapped__"):  # of jax.jit and other wrappers
             return f"{name}({self.text(value.__wrapped__, depth)})"
-        if inspect.isroutine(value):
+        if inspect.isroutine(value) and hasattr(value, "__qualname__"):  # no cached_property
             owner = self.text(getattr(value, "__self__", None), depth)
-            return f"{value.__module__}.{value.__qualname__} of {owner}"
+            return f"{getattr(value, '__module__', '')}.{value.__qualname__} of {owner}"
         if name in _MESHES:  # what it keeps in attributes comes and goes
             devices = [*map(str, value.devices.flat)] if name == _MESHES[0] else []
             return f"{name} {value!r} {digest_of(repr(devices))}"
