@@ -1,5 +1,6 @@
 """What a recording keeps, and how recordings merge."""
 
+import atexit
 import dataclasses
 import hashlib
 import json
@@ -276,6 +277,41 @@ def warned(record):
         warnings.warn("slow", stacklevel=1)
 
 
+class Tee:
+    """What people set as sys.stdout, to have a file with all that is printed."""
+
+    def __init__(self, stream):
+        object.__setattr__(self, "stream", stream)
+
+    def write(self, text):
+        self.stream.write(text)
+
+
+class Elsewhere(Tee):
+    """A stream like tqdm's, whose attributes are those of another one."""
+
+    def __setattr__(self, name, value):
+        setattr(self.stream, name, value)
+
+
+@pytest.mark.parametrize("wrapped", [lambda stream: stream, Tee, Elsewhere])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_a_trace_writes_is_seen_on_its_way_out(name, wrapped, monkeypatch, tmp_path):
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(sys, f"__{name}__", file)
+        monkeypatch.setattr(sys, name, wrapped(file))
+        for does in (
+            lambda: getattr(sys, name).write("a"),
+            lambda: print("a", file=getattr(sys, f"__{name}__")),
+            lambda: getattr(sys, f"__{name}__").buffer.write(b"a"),
+        ):
+            effects = trace_effects.TraceEffects(len)
+            does()
+            assert effects.found() == f"its trace writes to {name}"
+        assert trace_effects.TraceEffects(len).found() is None
+        assert not any("write" in vars(each) for each in (file, file.buffer))
+
+
 @pytest.mark.parametrize(
     ("does", "found"),
     [
@@ -287,6 +323,7 @@ def warned(record):
         (lambda: sys.setrecursionlimit(9999), "its trace changes the limit of recursion"),
         (lambda: signal.signal(signal.SIGUSR2, print), "its trace changes the handlers of signals"),
         (lambda: warnings.simplefilter("once"), "its trace changes the filters of warnings"),
+        (lambda: atexit.register(len, ()), "its trace registers a function for the exit"),
     ],
 )
 def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
@@ -303,6 +340,7 @@ def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
             does()
             assert effects.found() == found
     finally:
+        atexit.unregister(len)
         sys.setrecursionlimit(before[0])
         signal.signal(signal.SIGUSR2, before[1])
         for logger in loggers:
