@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import gc
 import hashlib
 import json
 import logging.handlers
@@ -323,6 +324,14 @@ def test_what_a_trace_writes_is_seen_on_its_way_out(name, wrapped, monkeypatch, 
         (lambda: sys.setrecursionlimit(9999), "its trace changes the limit of recursion"),
         (lambda: signal.signal(signal.SIGUSR2, print), "its trace changes the handlers of signals"),
         (lambda: warnings.simplefilter("once"), "its trace changes the filters of warnings"),
+        (lambda: logging.getLogger("new"), None),
+        (
+            lambda: logging.getLogger("mine").setLevel(logging.ERROR),
+            "its trace changes the levels and handlers of loggers",
+        ),
+        (lambda: sys.argv.append("-v"), "its trace changes sys.argv"),
+        (lambda: setattr(sys, "excepthook", print), "its trace changes an attribute of sys"),
+        (gc.disable, "its trace changes whether garbage is collected"),
         (lambda: atexit.register(len, ()), "its trace registers a function for the exit"),
     ],
 )
@@ -330,6 +339,7 @@ def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
     """People log in a function how often jax traces it; only a handler's file, or a list, has that."""
     handler = logging.handlers.BufferingHandler(100)
     loggers = [logging.getLogger(name) for name in ("mine", "jax._src.pjit")]
+    arguments, hook = [*sys.argv], sys.excepthook
     before = sys.getrecursionlimit(), signal.getsignal(signal.SIGUSR2), logging.Handler.handle
     for logger in loggers:
         logger.addHandler(handler)
@@ -340,6 +350,9 @@ def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
             does()
             assert effects.found() == found
     finally:
+        gc.enable()
+        sys.argv[:], sys.excepthook = arguments, hook
+        loggers[0].setLevel(logging.NOTSET)
         atexit.unregister(len)
         sys.setrecursionlimit(before[0])
         signal.signal(signal.SIGUSR2, before[1])

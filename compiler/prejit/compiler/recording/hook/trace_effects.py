@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import decimal
 import functools
+import gc
 import inspect
 import io
 import logging
@@ -249,6 +250,17 @@ _MOST_BYTES = 1 << 20
 """Maximum size of an array whose content is compared."""
 
 
+def _loggers() -> dict[str, Any]:
+    """Return what is set of loggers. Imports make others, of which nothing is set."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    return {
+        each.name: (each.level, each.propagate, each.disabled, [*map(id, each.handlers)])
+        for each in loggers
+        if isinstance(each, logging.Logger)
+        and (each.level or each.handlers or each.disabled or not each.propagate)
+    }
+
+
 def _settings() -> dict[str, Any]:
     """Return what functions set in places that all code shares."""
     import jax
@@ -261,6 +273,10 @@ def _settings() -> dict[str, Any]:
         "how numpy prints": repr(np.get_printoptions()),
         "the precision of decimals": (decimal.getcontext().prec, decimal.getcontext().rounding),
         "sys.path": [*sys.path],
+        "sys.argv": [*sys.argv],
+        "an attribute of sys": {name: id(value) for name, value in vars(sys).items()},
+        "whether garbage is collected": gc.isenabled(),
+        "the levels and handlers of loggers": _loggers(),
         "the filters of warnings": [*map(id, warnings.filters)],
         "the handlers of signals": [*map(signal.getsignal, signal.valid_signals())],
         "the limit of recursion": sys.getrecursionlimit(),
