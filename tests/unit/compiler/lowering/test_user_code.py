@@ -251,6 +251,50 @@ f = Scale(np.linspace(0, 1, 3))
     assert [str(each.dtype) for each in values_of(found.code, "p").values()] == ["float32"]
 
 
+HELD = """
+import jax.numpy as jnp
+from flax import nnx
+class Scale(nnx.Module):
+    def __init__(self, by):
+        self.by = nnx.Param(by)
+    def __call__(self, x):
+        return x * self.by.get_value()
+f = Scale(WEAK)
+"""
+
+
+@pytest.mark.parametrize("weak", ["2.5", "jnp.asarray(2.5)"])
+def test_a_weak_parameter_of_a_module_leaves_the_dtype_of_its_arguments(tmp_path, weak):
+    manifest = MANIFEST.replace("float32[3]", "bfloat16[3]")
+    (result,) = lower(project(tmp_path, HELD.replace("WEAK", weak), manifest)).results
+    assert result == "[] bfloat16[3]"
+
+
+LAYERS = """
+import dataclasses, jax
+import numpy as np
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layers:
+    parts: object
+    def __call__(self, x):
+        return x * self.parts[0]["by"] - self.parts[1]
+f = Layers([{"by": np.ones(3)}, np.ones(3)])
+twice = Layers([{"by": {"a": np.ones(3)}, "by.a": np.ones(3)}])
+"""
+
+
+def test_arrays_of_a_module_have_the_names_of_params(tmp_path):
+    """Those of a pytree and of an orbax checkpoint join the keys of all containers by dots."""
+    save_file(dict.fromkeys(("parts.0.by", "parts.1"), np.ones(3)), tmp_path / "w.safetensors")
+    manifest = MANIFEST.replace("[[target]]", 'params = "w.safetensors"\n[[target]]')
+    found = project(tmp_path, LAYERS, manifest)
+    lower(found)
+    assert [*values_of(found.code, "p")] == ["parts.0.by", "parts.1"]
+    with pytest.raises(ManifestError, match=r"different names, found 'parts\.0\.by\.a' twice"):
+        lower(project(tmp_path, LAYERS, MANIFEST.replace(":f", ":twice")))
+
+
 SETTING = """
 import os
 import jax

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
@@ -15,6 +16,7 @@ from prejit.compiler.lowering.user.flat_arrays import (
     differing_names,
 )
 from prejit.compiler.models.parameters import flat_parameters, parametrized
+from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 
 Values = Mapping[str, np.ndarray[Any, Any]]
@@ -77,7 +79,10 @@ def _of_nnx(
             hint=NO_RANDOM_STATE if parameters.keys() & random.keys() else ALL_BUT_RANDOM_STATE,
         )
     check_fit(own, parameters or {}, f"{at}: params", label)
-    values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
+    values = parameters or {
+        name: weakened(np.asarray(leaf)) if is_weak(leaf) else np.asarray(leaf)
+        for name, leaf in own.items()
+    }
     bind = parametrized(module).bind
 
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,4 +93,7 @@ def _of_nnx(
 
 def own_values(module: nnx.Module) -> dict[str, Any]:
     """Return what a flax.nnx module holds, by name, in alphabetical order, without random state."""
-    return flat_parameters(nnx.split(module, nnx.RngState, ...)[2])
+    values = flat_parameters(nnx.split(module, nnx.RngState, ...)[2])
+    return {
+        name: each if hasattr(each, "shape") else jnp.asarray(each) for name, each in values.items()
+    }
