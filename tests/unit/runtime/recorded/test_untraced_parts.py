@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, strategies
 
@@ -104,6 +105,14 @@ def test_texts_of_functions_have_what_they_hold(monkeypatch):
     before = text_of(scaled)
     monkeypatch.setitem(globals(), "SCALE", [2.0])
     assert text_of(scaled) != before
+
+
+def test_a_trace_does_not_change_the_text_of_a_schedule():
+    """The text of a trainer has that of its schedule: a call without a trace must not change later ones."""
+    schedule = optax.cosine_decay_schedule(0.1, 100)
+    before = text_of(schedule)
+    jax.jit(schedule)(3)
+    assert text_of(schedule) == before != text_of(optax.cosine_decay_schedule(0.1, 101))
 
 
 def test_values_that_hold_themselves_or_their_places_have_texts():

@@ -142,8 +142,11 @@ class _Writer:
                 held.append(cell.cell_contents)
             except ValueError:  # a function that is not defined yet
                 held.append(None)
-        if self._without_libraries and not is_of_program(function.__module__):
-            held = [x for x in held if callable(x) or isinstance(x, (tuple, list, dict))]
+        if not is_of_program(function.__module__):
+            # A trace makes a float of the number of steps that a schedule of optax holds.
+            held = [int(x) if type(x) is float and x and x.is_integer() else x for x in held]
+            if self._without_libraries:
+                held = [x for x in held if callable(x) or isinstance(x, (tuple, list, dict))]
         code = function.__code__
         place = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
         if not code.co_filename.startswith(_LIBRARY) and "site-packages" not in code.co_filename:
