@@ -270,6 +270,37 @@ def test_a_weak_parameter_of_a_module_leaves_the_dtype_of_its_arguments(tmp_path
     assert result == "[] bfloat16[3]"
 
 
+STATEFUL = """
+import jax, jax.numpy as jnp
+from flax import nnx
+class Counter(nnx.Module):
+    def __init__(self, new):
+        self.count, self.new = nnx.Variable(jnp.zeros(())), new
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(0))])
+    def __call__(self, x):
+        self.count.set_value(self.new(self.count.get_value()))
+        @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(layers, x, _):
+            return layers[0](x)
+        return run(self.layers, x, jnp.arange(2)) * self.count.get_value()
+f = Counter(NEW)
+"""
+
+
+@pytest.mark.parametrize("new", ["lambda n: n + 1", "jax.jit(lambda n: n + 1)", "lambda n: n"])
+def test_a_module_that_changes_itself_is_refused(tmp_path, new):
+    """nnx.jit keeps what it sets, jax.jit refuses it; a bundle would repeat its first call for ever."""
+    found = project(tmp_path, STATEFUL.replace("NEW", new))
+    if new == "lambda n: n":
+        lower(found)
+        return
+    with pytest.raises(
+        ManifestError, match=r"leaves its variables as they are, .* count$"
+    ) as caught:
+        lower(found)
+    assert ".eval()" in str(caught.value.hint)
+
+
 LAYERS = """
 import dataclasses, jax
 import numpy as np
