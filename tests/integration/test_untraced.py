@@ -216,6 +216,10 @@ try: jax.jit(lambda x: x)("text")
 except TypeError as error: print("prejit" in "".join(traceback.format_exception(error)))
 try: jax.jit(lambda x: x / 0)(1.0)
 except ZeroDivisionError as error: print("prejit" in "".join(traceback.format_exception(error)))
+LEAKED = []
+jax.jit(lambda x: LEAKED.append(jnp.arange(3.0) * x) or x)(1.0)
+try: LEAKED[0] + 1
+except jax.errors.UnexpectedTracerError as error: print("prejit" in str(error))
 BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
 print(float(jax.jit(lambda x: x * BY[0])(1.0)))
 """

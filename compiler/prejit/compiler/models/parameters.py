@@ -47,7 +47,7 @@ def parametrized(module: nnx.Module) -> Parametrized:
     """
     graph, random, state = nnx.split(module, nnx.RngState, ...)
     shapes = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        name: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
         for name, leaf in flat_parameters(state).items()
     }
     return Parametrized(

@@ -251,6 +251,81 @@ f = Scale(np.linspace(0, 1, 3))
     assert [str(each.dtype) for each in values_of(found.code, "p").values()] == ["float32"]
 
 
+HELD = """
+import jax.numpy as jnp
+from flax import nnx
+class Scale(nnx.Module):
+    def __init__(self, by):
+        self.by = nnx.Param(by)
+    def __call__(self, x):
+        return x * self.by.get_value()
+f = Scale(WEAK)
+"""
+
+
+@pytest.mark.parametrize("weak", ["2.5", "jnp.asarray(2.5)"])
+def test_a_weak_parameter_of_a_module_leaves_the_dtype_of_its_arguments(tmp_path, weak):
+    manifest = MANIFEST.replace("float32[3]", "bfloat16[3]")
+    (result,) = lower(project(tmp_path, HELD.replace("WEAK", weak), manifest)).results
+    assert result == "[] bfloat16[3]"
+
+
+STATEFUL = """
+import jax, jax.numpy as jnp
+from flax import nnx
+class Counter(nnx.Module):
+    def __init__(self, new):
+        self.count, self.new = nnx.Variable(jnp.zeros(())), new
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(0))])
+    def __call__(self, x):
+        self.count.set_value(self.new(self.count.get_value()))
+        @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(layers, x, _):
+            return layers[0](x)
+        return run(self.layers, x, jnp.arange(2)) * self.count.get_value()
+f = Counter(NEW)
+"""
+
+
+@pytest.mark.parametrize("new", ["lambda n: n + 1", "jax.jit(lambda n: n + 1)", "lambda n: n"])
+def test_a_module_that_changes_itself_is_refused(tmp_path, new):
+    """nnx.jit keeps what it sets, jax.jit refuses it; a bundle would repeat its first call for ever."""
+    found = project(tmp_path, STATEFUL.replace("NEW", new))
+    if new == "lambda n: n":
+        lower(found)
+        return
+    with pytest.raises(
+        ManifestError, match=r"leaves its variables as they are, .* count$"
+    ) as caught:
+        lower(found)
+    assert ".eval()" in str(caught.value.hint)
+
+
+LAYERS = """
+import dataclasses, jax
+import numpy as np
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layers:
+    parts: object
+    def __call__(self, x):
+        return x * self.parts[0]["by"] - self.parts[1]
+f = Layers([{"by": np.ones(3)}, np.ones(3)])
+twice = Layers([{"by": {"a": np.ones(3)}, "by.a": np.ones(3)}])
+"""
+
+
+def test_arrays_of_a_module_have_the_names_of_params(tmp_path):
+    """Those of a pytree and of an orbax checkpoint join the keys of all containers by dots."""
+    save_file(dict.fromkeys(("parts.0.by", "parts.1"), np.ones(3)), tmp_path / "w.safetensors")
+    manifest = MANIFEST.replace("[[target]]", 'params = "w.safetensors"\n[[target]]')
+    found = project(tmp_path, LAYERS, manifest)
+    lower(found)
+    assert [*values_of(found.code, "p")] == ["parts.0.by", "parts.1"]
+    with pytest.raises(ManifestError, match=r"different names, found 'parts\.0\.by\.a' twice"):
+        lower(project(tmp_path, LAYERS, MANIFEST.replace(":f", ":twice")))
+
+
 SETTING = """
 import os
 import jax

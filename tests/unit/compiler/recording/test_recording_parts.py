@@ -1,6 +1,8 @@
 """What a recording keeps, and how recordings merge."""
 
+import atexit
 import dataclasses
+import gc
 import hashlib
 import json
 import logging.handlers
@@ -273,6 +275,41 @@ def warned(record):
         warnings.warn("slow", stacklevel=1)
 
 
+class Tee:
+    """What people set as sys.stdout, to have a file with all that is printed."""
+
+    def __init__(self, stream):
+        object.__setattr__(self, "stream", stream)
+
+    def write(self, text):
+        self.stream.write(text)
+
+
+class Elsewhere(Tee):
+    """A stream like tqdm's, whose attributes are those of another one."""
+
+    def __setattr__(self, name, value):
+        setattr(self.stream, name, value)
+
+
+@pytest.mark.parametrize("wrapped", [lambda stream: stream, Tee, Elsewhere])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_a_trace_writes_is_seen_on_its_way_out(name, wrapped, monkeypatch, tmp_path):
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(sys, f"__{name}__", file)
+        monkeypatch.setattr(sys, name, wrapped(file))
+        for does in (
+            lambda: getattr(sys, name).write("a"),
+            lambda: print("a", file=getattr(sys, f"__{name}__")),
+            lambda: getattr(sys, f"__{name}__").buffer.write(b"a"),
+        ):
+            effects = trace_effects.TraceEffects(len)
+            does()
+            assert effects.found() == f"its trace writes to {name}"
+        assert trace_effects.TraceEffects(len).found() is None
+        assert not any("write" in vars(each) for each in (file, file.buffer))
+
+
 @pytest.mark.parametrize(
     ("does", "found"),
     [
@@ -284,12 +321,22 @@ def warned(record):
         (lambda: sys.setrecursionlimit(9999), "its trace changes the limit of recursion"),
         (lambda: signal.signal(signal.SIGUSR2, print), "its trace changes the handlers of signals"),
         (lambda: warnings.simplefilter("once"), "its trace changes the filters of warnings"),
+        (lambda: logging.getLogger("new"), None),
+        (
+            lambda: logging.getLogger("mine").setLevel(logging.ERROR),
+            "its trace changes the levels and handlers of loggers",
+        ),
+        (lambda: sys.argv.append("-v"), "its trace changes sys.argv"),
+        (lambda: setattr(sys, "excepthook", print), "its trace changes an attribute of sys"),
+        (gc.disable, "its trace changes whether garbage is collected"),
+        (lambda: atexit.register(len, ()), "its trace registers a function for the exit"),
     ],
 )
 def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
     """People log in a function how often jax traces it; only a handler's file, or a list, has that."""
     handler = logging.handlers.BufferingHandler(100)
     loggers = [logging.getLogger(name) for name in ("mine", "jax._src.pjit")]
+    arguments, hook = [*sys.argv], sys.excepthook
     before = sys.getrecursionlimit(), signal.getsignal(signal.SIGUSR2), logging.Handler.handle
     for logger in loggers:
         logger.addHandler(handler)
@@ -300,6 +347,10 @@ def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
             does()
             assert effects.found() == found
     finally:
+        gc.enable()
+        sys.argv[:], sys.excepthook = arguments, hook
+        loggers[0].setLevel(logging.NOTSET)
+        atexit.unregister(len)
         sys.setrecursionlimit(before[0])
         signal.signal(signal.SIGUSR2, before[1])
         for logger in loggers:

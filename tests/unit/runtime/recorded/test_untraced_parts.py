@@ -4,7 +4,9 @@ import copy
 import enum
 import functools
 import json
+import logging
 import os
+import subprocess
 import sys
 import time
 from collections import OrderedDict, namedtuple
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, strategies
 
@@ -64,6 +67,12 @@ class Holder:
         return self.value
 
 
+class Cached(Holder):
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.value
+
+
 SCALE = [1.0]
 
 
@@ -87,6 +96,8 @@ def test_texts_of_functions_have_what_they_hold(monkeypatch):
         (jax.jit(closing(1)), jax.jit(closing(2))),
         ([1].index, [2].index),
         (lambda x, by=1: x * by, lambda x, by=2: x * by),
+        (lambda x, by=str.upper: x, lambda x, by=str.lower: x),
+        (Cached(1).method, Cached(2).method),
     ]
     for one, other in pairs:
         assert text_of(one) != text_of(other)
@@ -94,6 +105,14 @@ def test_texts_of_functions_have_what_they_hold(monkeypatch):
     before = text_of(scaled)
     monkeypatch.setitem(globals(), "SCALE", [2.0])
     assert text_of(scaled) != before
+
+
+def test_a_trace_does_not_change_the_text_of_a_schedule():
+    """The text of a trainer has that of its schedule: a call without a trace must not change later ones."""
+    schedule = optax.cosine_decay_schedule(0.1, 100)
+    before = text_of(schedule)
+    jax.jit(schedule)(3)
+    assert text_of(schedule) == before != text_of(optax.cosine_decay_schedule(0.1, 101))
 
 
 def test_values_that_hold_themselves_or_their_places_have_texts():
@@ -108,6 +127,45 @@ def test_values_that_hold_themselves_or_their_places_have_texts():
     first, second = cached(), cached()
     assert text_of(first) == text_of(second)
     assert text_of({1 << 40: 1}) != text_of({1 << 41: 1})
+    shapes = [jax.ShapeDtypeStruct((2,), "float32", weak_type=weak) for weak in (False, True)]
+    assert text_of(shapes[0]) != text_of(shapes[1])
+    loggers = [logging.getLogger(name) for name in ("one", "other")]
+    before = [*map(text_of, loggers)]
+    assert before[0] != before[1]
+    loggers[0].setLevel(logging.DEBUG)
+    assert text_of(loggers[0]) != before[0]
+
+
+HELD = """
+import logging, os, random, sys, threading
+import jax, numpy as np, scipy.stats
+from absl import flags
+from prejit.runtime.recorded.hook.plain_texts import text_of
+
+if len(sys.argv) > 1:  # as the hook of prejit does
+    os.environ["PREJIT_HOOK"] = "orders"
+    logging.getLogger("jax._src.cache_key").setLevel(logging.DEBUG)
+flags.DEFINE_float("rate", 0.1, "")
+thread = threading.Thread(target=print)
+thread.start()
+thread.join()
+held = [os.environ, logging.getLogger("mine"), logging.getLogger(), flags.FLAGS, thread, random.random]
+held += [jax.ShapeDtypeStruct((2,), "float32"), jax.typeof(2.0), scipy.stats.norm, np.random.rand]
+for each in held:
+    print(text_of(each))
+"""
+
+
+def test_what_programs_often_hold_has_one_text_in_all_processes():
+    """No other text of it, and so no call without a trace: a module-level logger is in most functions."""
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", HELD, *arguments], check=True, text=True, stdout=subprocess.PIPE
+        ).stdout.splitlines()
+        for arguments in ([], ["watched"])
+    ]
+    assert texts[0] == texts[1]
+    assert len({*texts[0]}) == len(texts[0])
 
 
 def test_a_jaxpr_has_a_text_that_no_earlier_trace_changes():

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from jax.extend.core import Jaxpr
 
 from prejit.compiler.lowering.user.flat_arrays import (
     ALL_BUT_RANDOM_STATE,
@@ -14,7 +17,9 @@ from prejit.compiler.lowering.user.flat_arrays import (
     check_fit,
     differing_names,
 )
+from prejit.compiler.lowering.user.traced_primitives import called_by
 from prejit.compiler.models.parameters import flat_parameters, parametrized
+from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 
 Values = Mapping[str, np.ndarray[Any, Any]]
@@ -77,15 +82,76 @@ def _of_nnx(
             hint=NO_RANDOM_STATE if parameters.keys() & random.keys() else ALL_BUT_RANDOM_STATE,
         )
     check_fit(own, parameters or {}, f"{at}: params", label)
-    values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
+    values = parameters or {
+        name: weakened(np.asarray(leaf)) if is_weak(leaf) else np.asarray(leaf)
+        for name, leaf in own.items()
+    }
     bind = parametrized(module).bind
 
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return bind(weights)(*args, **kwargs)
+        called = bind(weights)
+        result = called(*args, **kwargs)
+        if set_anew := {
+            name for name, each in own_values(called).items() if each is not weights.get(name)
+        }:
+
+            def after(weights: Mapping[str, Any]) -> dict[str, Any]:
+                called = bind(weights)
+                called(*args, **kwargs)
+                return {name: each for name, each in own_values(called).items() if name in set_anew}
+
+            _check_unchanged(after, weights, f"{at}: function: {label}")
+        return result
 
     return function, values
 
 
+def _check_unchanged(
+    after: Callable[[Mapping[str, Any]], Mapping[str, Any]], weights: Mapping[str, Any], what: str
+) -> None:
+    """Check that a call of a module leaves its variables as they are. A bundle would not keep what it sets.
+
+    Transformations of nnx set all variables anew, so what comes out of another function than one that is
+    jitted counts as unchanged. `after` returns variables after a call, by name, of the module's `weights`.
+
+    Raises:
+        ManifestError: the call computes a variable.
+    """
+    traced, shapes = jax.make_jaxpr(after, return_shape=True)(weights)
+    computed = _computed(traced.jaxpr)
+    changed = [
+        name for place, name in enumerate(sorted(shapes)) if computed[place] and name in weights
+    ]
+    if changed:
+        raise ManifestError(
+            f"{what}: expected a module that leaves its variables as they are, found one that changes "
+            f"{', '.join(changed[:8])}{f' and {len(changed) - 8} more' * (len(changed) > 8)}",
+            hint="for inference call .eval() on the module; else take the state as an argument and return it "
+            "anew: Bundle.bind keeps it between calls",
+        )
+
+
+def _computed(jaxpr: Jaxpr) -> list[bool]:
+    """Return for each result whether an operation computes it, and no loop or other called function."""
+    made = {id(var): (each, at) for each in jaxpr.eqns for at, var in enumerate(each.outvars)}
+    found = []
+    for result in jaxpr.outvars:
+        equation, at = made.get(id(result), (None, 0))
+        called = [] if equation is None else [*called_by(equation)]
+        if equation is not None and equation.primitive.name in _JITTED:
+            found.append(_computed(called[0][0])[at])
+        else:
+            found.append(equation is not None and not called)
+    return found
+
+
+_JITTED = ("jit", "pjit")
+"""jax's names of the operation that calls a jitted function, such as most of jax.numpy."""
+
+
 def own_values(module: nnx.Module) -> dict[str, Any]:
     """Return what a flax.nnx module holds, by name, in alphabetical order, without random state."""
-    return flat_parameters(nnx.split(module, nnx.RngState, ...)[2])
+    values = flat_parameters(nnx.split(module, nnx.RngState, ...)[2])
+    return {
+        name: each if hasattr(each, "shape") else jnp.asarray(each) for name, each in values.items()
+    }

@@ -118,11 +118,11 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield the operations of a traced function and of all functions that it calls."""
     for equation in jaxpr.eqns:
         yield equation
-        for called, _ in _called(equation):
+        for called, _ in called_by(equation):
             yield from equations(called)
 
 
-def _called(equation: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+def called_by(equation: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
     """Yield the functions that an operation calls, each with its constants."""
     held = jax.tree.leaves(
         [*equation.params.values()], is_leaf=lambda each: isinstance(each, ClosedJaxpr | Jaxpr)
@@ -194,7 +194,7 @@ def _described(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[tuple[str, Any, 
             if isinstance(value, int | float | str | bool | tuple) and _is_plain(value)
         ]
         yield equation.primitive.name, (shapes, constants, settings), place_of(equation)
-        for called in _called(equation):
+        for called in called_by(equation):
             yield from _described(*called)
 
 

@@ -7,9 +7,11 @@ of the program's own modules.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import decimal
 import functools
+import gc
 import inspect
 import io
 import logging
@@ -37,12 +39,12 @@ class TraceEffects:
         self._roots = dict(_roots(function))
         self._before = {name: _state(root) for name, root in self._roots.items()}
         self._settings = _settings()
-        self._outputs = _outputs()
+        self._outputs = [*_outputs()]
 
     def found(self) -> str | None:
         """Return what the trace has changed; None: nothing was found. To be called once."""
-        outputs, self._outputs = self._outputs, {}
-        done = [what for what, calls in outputs.items() if calls.close()]
+        outputs, self._outputs = self._outputs, []
+        done = [what for what, calls in outputs if calls.close()]
         if done:
             return f"its trace {done[0]}"
         settings = _settings()
@@ -98,31 +100,47 @@ def _counted(plain: Any, own: Any, counts: Callable[..., bool]) -> Any:
     return call
 
 
-def _is_free(stream: Any, name: str) -> bool:
-    """Return whether a program has not set an attribute of a stream itself."""
-    return name not in vars(stream) or hasattr(vars(stream)[name], "calls")
+def _is_free(stream: Any) -> bool:
+    """Return whether `write` of a stream can be replaced: no program has set it on the stream itself."""
+    own = getattr(stream, "__dict__", None)
+    is_plain = type(stream).__setattr__ is object.__setattr__  # tqdm's sets it elsewhere
+    return own is not None and is_plain and ("write" not in own or hasattr(own["write"], "calls"))
 
 
-def _outputs() -> dict[str, _Calls]:
-    """Return what tells whether a trace prints, logs or warns, by what it does."""
-    found = {}
+def _streams(name: str) -> list[Any]:
+    """Return where a write to stdout or stderr may go first: a program may have set its own stream."""
+    found = [getattr(sys, name), getattr(sys, f"__{name}__")]
+    found += [getattr(each, "buffer", None) for each in found]
+    return [*{id(each): each for each in found if _is_free(each)}.values()]
+
+
+def _outputs() -> Iterator[tuple[str, _Calls]]:
+    """Yield what tells whether a trace prints, logs or warns, by what it does."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOBase) and _is_free(stream, "write"):
-            found[f"writes to {name}"] = _Calls(stream, "write", lambda *_: True)
+        for stream in _streams(name):
+            yield f"writes to {name}", _Calls(stream, "write", lambda *_: True)
     # Handlers write to files that are open, and keep records. jax itself logs that it traces.
-    found["logs"] = _Calls(
-        logging.Handler, "handle", lambda _, record: not record.name.startswith("jax.")
+    yield (
+        "logs",
+        _Calls(logging.Handler, "handle", lambda _, record: not record.name.startswith("jax.")),
     )
     # One who collects warnings sees them nowhere else, unless the trace itself collects them.
     shown = warnings.showwarning, vars(warnings).get("_showwarnmsg_impl")
     if hasattr(warnings, "_showwarnmsg"):
-        found["warns"] = _Calls(
-            warnings,
-            "_showwarnmsg",
-            lambda _: shown == (warnings.showwarning, vars(warnings).get("_showwarnmsg_impl")),
+        yield (
+            "warns",
+            _Calls(
+                warnings,
+                "_showwarnmsg",
+                lambda _: shown == (warnings.showwarning, vars(warnings).get("_showwarnmsg_impl")),
+            ),
         )
-    return found
+    # Libraries that a trace imports have functions of their own for the exit.
+    yield "registers a function for the exit", _Calls(atexit, "register", _is_called_by_program)
+
+
+def _is_called_by_program(*_: Any) -> bool:
+    return is_of_program(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def _roots(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -232,6 +250,17 @@ _MOST_BYTES = 1 << 20
 """Maximum size of an array whose content is compared."""
 
 
+def _loggers() -> dict[str, Any]:
+    """Return what is set of loggers. Imports make others, of which nothing is set."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    return {
+        each.name: (each.level, each.propagate, each.disabled, [*map(id, each.handlers)])
+        for each in loggers
+        if isinstance(each, logging.Logger)
+        and (each.level or each.handlers or each.disabled or not each.propagate)
+    }
+
+
 def _settings() -> dict[str, Any]:
     """Return what functions set in places that all code shares."""
     import jax
@@ -244,6 +273,10 @@ def _settings() -> dict[str, Any]:
         "how numpy prints": repr(np.get_printoptions()),
         "the precision of decimals": (decimal.getcontext().prec, decimal.getcontext().rounding),
         "sys.path": [*sys.path],
+        "sys.argv": [*sys.argv],
+        "an attribute of sys": {name: id(value) for name, value in vars(sys).items()},
+        "whether garbage is collected": gc.isenabled(),
+        "the levels and handlers of loggers": _loggers(),
         "the filters of warnings": [*map(id, warnings.filters)],
         "the handlers of signals": [*map(signal.getsignal, signal.valid_signals())],
         "the limit of recursion": sys.getrecursionlimit(),

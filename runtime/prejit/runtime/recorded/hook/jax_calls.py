@@ -117,10 +117,11 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
     Raises:
         AttributeError, ImportError: this jax has other parts.
     """
-    from jax._src import core, dispatch, pjit, traceback_util, tree_util
+    from jax._src import core, dispatch, pjit, source_info_util, traceback_util, tree_util
     from jax._src.lib import jax_jit
 
     traceback_util.register_exclusion(__file__)  # its frames tell nobody of the program's error
+    source_info_util.register_exclusion(__file__)  # nor of the lines that jax names in its own
 
     infer, run, path = pjit._infer_params, pjit._run_python_pjit, pjit._get_fastpath_data
     run_part = pjit._pjit_call_impl_python

@@ -6,9 +6,12 @@ import enum
 import functools
 import hashlib
 import inspect
+import logging
+import os
 import random
 import re
 import sys
+import threading
 import types
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -37,8 +40,11 @@ def text_of(value: Any, *, without_libraries: bool = False) -> str:
     """
     writer = _Writer(without_libraries, frozenset())
     text = writer.text(value, _DEPTH)
-    if writer.may_hold_places:  # `id` of a value, as keys of caches have it
-        text = _Writer(without_libraries, writer.texts.keys()).text(value, _DEPTH)
+    if (
+        writer.may_hold_places
+    ):  # `id` of a value or module, as keys of caches and absl.flags have it
+        places = writer.texts.keys() | set(map(id, [*sys.modules.values()]))
+        text = _Writer(without_libraries, places).text(value, _DEPTH)
     return text
 
 
@@ -93,19 +99,25 @@ class _Writer:
             return self._function(value, depth)
         if hasattr(value, "__wrapped__"):  # of jax.jit and other wrappers
             return f"{name}({self.text(value.__wrapped__, depth)})"
-        if inspect.isroutine(value):
+        if inspect.isroutine(value) and hasattr(value, "__qualname__"):  # no cached_property
             owner = self.text(getattr(value, "__self__", None), depth)
-            return f"{value.__module__}.{value.__qualname__} of {owner}"
+            return f"{getattr(value, '__module__', '')}.{value.__qualname__} of {owner}"
         if name in _MESHES:  # what it keeps in attributes comes and goes
             devices = [*map(str, value.devices.flat)] if name == _MESHES[0] else []
             return f"{name} {value!r} {digest_of(repr(devices))}"
-        if hasattr(value, "dtype") and hasattr(value, "shape"):
+        if all(hasattr(value, each) for each in ("dtype", "shape", "__array__")):
             if value.dtype == object:  # whose bytes are places in memory
                 return f"{name} {value.shape}[{self._all(np.asarray(value).flat, depth)}]"
             return f"{name} {_array(value)}"
         if name in _JAXPRS:  # its variables are numbered over all traces of the process
             plain = _ADDRESS.sub("", str(value))
             return f"{name} {plain} {self.text(getattr(value, 'consts', None), depth)}"
+        if value is os.environ:  # it has the orders of `prejit record` and `run`, too
+            return name
+        if isinstance(
+            value, logging.Logger
+        ):  # it holds all others, and the hook reads those of jax
+            return f"{name} {value.name} {value.getEffectiveLevel()} {value.disabled}"
         attributes = attributes_of(value)
         held = self.text(attributes, depth) if attributes else _repr_of(value)
         return f"{self.text(type(value), depth)}{held}"
@@ -130,8 +142,11 @@ class _Writer:
                 held.append(cell.cell_contents)
             except ValueError:  # a function that is not defined yet
                 held.append(None)
-        if self._without_libraries and not is_of_program(function.__module__):
-            held = [x for x in held if callable(x) or isinstance(x, (tuple, list, dict))]
+        if not is_of_program(function.__module__):
+            # A trace makes a float of the number of steps that a schedule of optax holds.
+            held = [int(x) if type(x) is float and x and x.is_integer() else x for x in held]
+            if self._without_libraries:
+                held = [x for x in held if callable(x) or isinstance(x, (tuple, list, dict))]
         code = function.__code__
         place = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
         if not code.co_filename.startswith(_LIBRARY) and "site-packages" not in code.co_filename:
@@ -145,11 +160,22 @@ class _Writer:
 
 
 def random_state(value: Any) -> str:
-    """Return a digest of the state of a generator of random numbers; empty: it is none."""
+    """Return a digest of the state of a generator of random numbers; empty: it is none.
+
+    Those of the modules `random` and `numpy.random` are none: libraries hold them, and most programs give
+    them no seed. A trace that draws from them is found by the effect.
+    """
+    if value is _OF_RANDOM or value is _OF_NUMPY:
+        return ""
     if isinstance(value, random.Random):
         return digest_of(repr(value.getstate()))
     of_numpy = isinstance(value, (np.random.Generator, np.random.RandomState))
     return digest_of(repr(value._bit_generator.state)) if of_numpy else ""
+
+
+_OF_RANDOM, _OF_NUMPY = (
+    getattr(each, "__self__", None) for each in (random.random, np.random.random)
+)
 
 
 def _name(kind: type) -> str:
@@ -202,6 +228,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
         return found
+    if isinstance(value, threading.Thread):
+        attributes = {k: each for k, each in attributes.items() if k not in _OF_THREAD}
     kind = type(value)
     if is_of_program(kind.__module__):
         return found | attributes
@@ -213,9 +241,13 @@ def attributes_of(value: Any) -> dict[str, Any]:
     }
 
 
+_OF_THREAD = vars(threading.Thread()).keys()
+"""Attributes of a thread that are not of the program: numbers of the system among them."""
+
+
 def _repr_of(value: Any) -> str:
     """Return a digest of the repr of an object without attributes, if it tells more than a place."""
-    has_own = "__repr__" in vars(type(value))
+    has_own = "__repr__" in vars(type(value)) and not isinstance(value, threading.Thread)
     if not has_own or is_of_program(type(value).__module__):
         return ""
     text = repr(value)
