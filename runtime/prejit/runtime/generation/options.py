@@ -217,6 +217,7 @@ class Request:
         adapter: an adapter of the bundle (`Bundle.adapters`), by name; None: none.
         images: what `Generator.resolve` read of those in the prompt; None: there are none.
         namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
+        begin_suppress_tokens: token ids of the vocabulary that are never the first new token.
 
     Raises:
         UsageError: a value has the wrong type or is out of range.
@@ -269,6 +270,7 @@ class Request:
     )
     images: Any = _option(None, _optional(_adapter))
     namespace: Namespace = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what, own in (("an adapter", self.adapter), ("images", self.images)):
@@ -402,6 +404,7 @@ class Defaults:
         max_new_tokens: stop after this many tokens.
         min_new_tokens: do not stop before this many tokens.
         suppress_tokens: token ids that never come, unless a `logit_bias` of the request says otherwise.
+        begin_suppress_tokens: token ids that are never the first new token.
     """
 
     do_sample: bool = False
@@ -413,6 +416,7 @@ class Defaults:
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Return these as options of `Bundle.generate`, without those that change nothing."""
@@ -422,6 +426,7 @@ class Defaults:
         elif self.temperature is None:
             found["temperature"] = 1.0
         found["logit_bias"] = dict.fromkeys(self.suppress_tokens, float("-inf")) or None
+        found["begin_suppress_tokens"] = self.begin_suppress_tokens or None
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -462,7 +467,9 @@ def parse_defaults(content: bytes) -> Defaults:
     try:
         for name in found.keys() - {"do_sample"}:
             OPTIONS[name].check(name, found[name])
-        suppressed = arguments.integers("suppress_tokens", config.get("suppress_tokens") or ())
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            tokens = arguments.integers(name, config.get(name) or ())
+            found[name] = tuple(token for token in tokens if token >= 0)
     except UsageError as error:
         raise ValueError(f"{error!s:.200}") from error
-    return Defaults(**found, suppress_tokens=tuple(each for each in suppressed if each >= 0))
+    return Defaults(**found)

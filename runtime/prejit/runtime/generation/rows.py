@@ -140,9 +140,10 @@ class Row:
             self.allowed = checked_mask(
                 mask(self.token_ids[len(self.request.prompt) :]), vocab_size
             )
-        if self.may_not_stop:
+        forbidden = () if self.generated else self.request.begin_suppress_tokens
+        if forbidden := [*forbidden, *(self.stop if self.may_not_stop else ())]:
             allowed = np.ones(vocab_size, bool) if self.allowed is None else self.allowed.copy()
-            allowed[list(self.stop)] = False
+            allowed[forbidden] = False
             self.allowed = allowed
         return self.allowed
 
