@@ -69,6 +69,8 @@ NAMED = {
         (lambda g: g.json_schema(NAMED), ('{"a":"b"}',), (r'{"\"":"b"}', r'{"a":"\""}')),
         (lambda g: g.json_object(), ('{"name": [1, {"é": null}]}',), ("[]",)),
         (lambda g: g.json_schema(True), ("12",), ("",)),
+        (lambda g: g.mask(any_source('root ::= (("a"? ) ){2} ("b"* | "c"+)+ "?)*" # ?)*')),
+         ("?)*", "aabbccb?)*"), ("aaa?)*", "ac?)", "ba?)*")),
         (lambda g: g.mask(any_source(GBNF)), (r"é[]\\u00e9", r"a[]\\u00e9", r"~[]\\u00e9"),
          ("\ue9ab" + r"[]\\u00e9", r"é[]\\é")),
         (lambda g: g.regex("a/b|\n+"), ("a/b", "\n\n"), ("a/",)),
