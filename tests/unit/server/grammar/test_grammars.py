@@ -94,6 +94,10 @@ def test_a_grammar_takes_its_texts_and_no_others(bundle, grammars, make, good, b
         ),
         ({"type": "integer", "enum": [1e19]}, "^schema/enum: .*1e[+]19"),
         ({"minimum": 2**53 + 1}, "^schema/minimum: .*9007199254740993"),
+        (
+            {"items": {"minProperties": 3, "required": ["a"]}},
+            "^schema/items/minProperties: expected at most 2 .* found 3",
+        ),
         (nested(200), "recursion limit"),
         (nested(100_000), "expected values of JSON"),
     ],
