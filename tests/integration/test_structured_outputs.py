@@ -197,9 +197,12 @@ def test_a_grammar_whose_tokens_are_suppressed_is_not_complete(
                     assert '"stop"' not in refused.text
             done = ask("xb", logit_bias={ids["b"]: 0}).json()["choices"][0]
             assert (done["text"], done["finish_reason"]) == ("xb", "stop")
-            assert (
-                ask("xc").json()["choices"][0]["text"] == "xc"
-            )  # its end is suppressed, and nothing else
+            # Its end is suppressed, and nothing else.
+            assert ask("xc").json()["choices"][0]["text"] == "xc"
+            for prompt in ("xb", "xc"):  # scores of a prompt have no other tokens than the prompt
+                body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+                scored = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
+                assert scored["logprobs"]["tokens"] == [*prompt]
     finally:
         models.close()
 

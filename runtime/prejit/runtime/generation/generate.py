@@ -211,11 +211,9 @@ class Generator:
         self._name = name
         self._text = text
         self._defaults = defaults.options()
-        known = range(decoder.decoder.vocab_size)  # as in transformers, other ids mean nothing
-        if bias := self._defaults.get("logit_bias"):
+        if bias := self._defaults.get("logit_bias"):  # as in transformers, other ids mean nothing
+            known = range(decoder.decoder.vocab_size)
             self._defaults["logit_bias"] = {token: bias[token] for token in bias if token in known}
-        if first := self._defaults.get("begin_suppress_tokens"):
-            self._defaults["begin_suppress_tokens"] = tuple(each for each in first if each in known)
 
     def resolve(self, options: Options) -> Resolved:
         """Return the options of a call, filled in with the defaults of the bundle.

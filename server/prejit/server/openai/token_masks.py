@@ -148,7 +148,7 @@ def _suppressed(asked: AskedTexts) -> tuple[list[int], list[int]]:
     given, bundle = dict(asked.options["logit_bias"] or ()), asked.served.bundle
     known, defaults = range(bundle.decoder.decoder.vocab_size), bundle.defaults
     always = [each for each in defaults.suppress_tokens if each in known and each not in given]
-    return always, [each for each in defaults.begin_suppress_tokens if each in known]
+    return always, [each for each in defaults.begin_suppress_tokens or () if each in known]
 
 
 def _limited(

@@ -33,8 +33,7 @@ def test_options_are_typed_published_flags_and_checked():
     }
     for name in OPTIONS.keys() - {"stop"}:  # text, which no request has
         assert defined[name].startswith(Options.__annotations__[name].__forward_arg__), name
-    own = {"do_sample", "suppress_tokens", "begin_suppress_tokens"}
-    names = {field.name for field in fields(Defaults)} - own
+    names = {field.name for field in fields(Defaults)} - {"do_sample", "suppress_tokens"}
     assert names == {option.name for option in OPTIONS.values() if option.published}
     given = ["bundle", "--prompt-ids", "1"]
     top = click.Context(commands, **commands.context_settings)
@@ -127,7 +126,7 @@ def test_the_first_token_is_none_that_a_config_suppresses_there(
     free = bundle.generate(PROMPT, max_new_tokens=6).token_ids
     first = free[0]
     shutil.copytree(decoder_dir.parent / "gpt2", tmp_path / "model")
-    config = {"begin_suppress_tokens": [first, 10**6]}
+    config = {"begin_suppress_tokens": [first, -1, 10**6]}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(config))
     directory = make_decoder(tmp_path / "model", batch=(1, 3), prompt=(3, 10), context=(24, 72))
     vocab = bundle.decoder.decoder.vocab_size
@@ -146,9 +145,12 @@ def test_the_first_token_is_none_that_a_config_suppresses_there(
         assert result.token_ids == expected
     begun = suppressing.generate([*PROMPT, free[0]], max_new_tokens=1).token_ids
     assert begun == (free[1],) or free[1] == first
-    bare = load(directory, generation_config=False).generate(PROMPT, max_new_tokens=6)
-    assert bare.token_ids == free
-    assert "2 suppressed at the beginning" in said("inspect", directory)
+    for bare, options in (
+        (load(directory, generation_config=False), {}),
+        (suppressing, {"begin_suppress_tokens": [-3, 10**6]}),
+    ):
+        assert bare.generate(PROMPT, max_new_tokens=6, **options).token_ids == free
+    assert "3 suppressed at the beginning" in said("inspect", directory)
 
 
 def test_the_commands_use_and_show_the_defaults(sampling, sampling_dir, decoder_dir, said):
@@ -172,7 +174,7 @@ def test_the_commands_use_and_show_the_defaults(sampling, sampling_dir, decoder_
         ({"do_sample": True, "temperature": None, "top_k": None}, {"temperature": 1.0}),
         ({"do_sample": None, "max_new_tokens": 7, "max_length": 20}, {"max_new_tokens": 7}),
         ({"suppress_tokens": [5, -1]}, {"logit_bias": {5: -math.inf}}),
-        ({"begin_suppress_tokens": [5, -1]}, {"begin_suppress_tokens": (5,)}),
+        ({"begin_suppress_tokens": [5]}, {"begin_suppress_tokens": [5]}),
         ({"do_sample": True, **SAMPLED}, SAMPLED),
     ],
 )
