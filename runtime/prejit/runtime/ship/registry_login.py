@@ -90,6 +90,19 @@ def _login_files() -> Iterator[str]:
     yield f"{docker}/config.json"
 
 
+def _unread_logins() -> str:
+    """Return which files may have a login that we cannot read, in words; empty: none."""
+    found = []
+    for path in _login_files():
+        try:
+            open(path, "rb").close()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            found.append(f"{path}: {error.strerror}")
+    return f" (cannot read {'; '.join(found)})" if found else ""
+
+
 def _ask_helper(helper: str, host: str, path: str) -> Login | None:
     """Return the login that a credential helper of docker keeps; None: it has none for this host."""
     command = [f"docker-credential-{helper}", "get"]
@@ -226,10 +239,15 @@ class RegistryLogin:
 
     def refusal(self, response: Response) -> tuple[str, str]:
         """Return why a registry or its token service refuses us (401, 403), and the next step, in words."""
-        who = "nobody" if self._login is None else f"{self._login.user} ({self._login.source})"
+        unread = _unread_logins() if self._login is None else ""
+        who = (
+            f"nobody{unread}"
+            if self._login is None
+            else f"{self._login.user} ({self._login.source})"
+        )
         is_service = bool(self.realm) and response.url.startswith(self.realm)
         if self._login is None and (is_service or response.status_code == 401):
-            return "no login is kept for this host", f"log in: {self._again}"
+            return f"no login is kept for this host{unread}", f"log in: {self._again}"
         is_token = self.header.get("Authorization", "").startswith("Bearer ")
         if is_service or (response.status_code == 401 and not is_token):
             return (
