@@ -7,6 +7,7 @@ Log-probabilities are of the model's own logits, before the mask.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -22,6 +23,7 @@ from prejit.server.openai.bodies import ResponseFields
 from prejit.server.openai.engine_calls import AskedTexts, TextCall
 from prejit.server.served.served import Served
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 LEAST = -9999.0
 """OpenAI's value for a probability of 0, whose logarithm JSON cannot hold."""
 
@@ -134,9 +136,11 @@ class CompletionLogprobLists:
     def __init__(self, names: TokenNames, top: int) -> None:
         self._names = names
         self._top = top
-        self._bytes = self._offset = (
-            0  # before the next token in the text; the offset in characters
-        )
+        # Before the next token in the text, the offset in characters.
+        self._bytes = self._offset = 0
+        self._decoder = _UTF8(
+            errors="replace"
+        )  # keeps the bytes of a character that is not whole yet
 
     def take(
         self, tokens: Sequence[Logprob], prompt: Sequence[int] = (), text: str = ""
@@ -176,10 +180,9 @@ class CompletionLogprobLists:
                 return self._offset
             if not self._bytes and known and known.startswith(content[1:]) and content[:1] == b" ":
                 content = content[1:]
-        begins = [byte & 0xC0 != 0x80 for byte in content]
-        at = self._offset - (not begins[0] if begins and self._offset else 0)
+        at = self._offset
         self._bytes += len(content)
-        self._offset += sum(begins)
+        self._offset += len(self._decoder.decode(content))
         return at
 
     def _likely(self, found: Logprob) -> dict[str, float]:
