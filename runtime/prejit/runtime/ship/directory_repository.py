@@ -141,8 +141,9 @@ class TarRepository:
             with tarfile.open(self.name, "r:") as tar:
                 members = [each for each in tar if each.isreg()]
         except (OSError, tarfile.TarError) as error:
+            why = (error.strerror if isinstance(error, OSError) else "") or error
             raise StoreError(
-                f"{self.name}: cannot read it as a tar file: {error}",
+                f"{self.name}: cannot read it as a tar file: {why}",
                 hint="give a file that `prejit push BUNDLE FILE.tar` or skopeo's oci-archive wrote",
             ) from error
         self._places = {

@@ -192,13 +192,25 @@ class RegistryClient:
         """Return the error for a request that had no answer."""
         if isinstance(error, StoreError):
             return error
-        text, kind = str(error), type(error).__name__
+        text, kind = _system_words(error) or str(error), type(error).__name__
         hint = "check the host's name, the network and the proxy (HTTPS_PROXY), then try again"
         if "WRONG_VERSION_NUMBER" in text:
             hint = f"the host has no TLS: set {PLAIN_HTTP}={self.host} if its network is trusted"
         return StoreError(
             f"{self.name}: {path:.40}: {kind}: {text:.300}", hint=certificate_hint(text) or hint
         )
+
+
+def _system_words(error: BaseException | None) -> str:
+    """Return what the system says of a failure, such as `Connection refused`; empty: nothing.
+
+    requests wraps it three times, and each time repeats the URL.
+    """
+    words = ""
+    while error is not None:
+        words = (error.strerror if isinstance(error, OSError) else "") or words
+        error = error.__cause__ or error.__context__
+    return words
 
 
 def certificate_hint(text: str) -> str:
