@@ -19,7 +19,7 @@ from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.registry_login import RegistryLogin
+from prejit.runtime.ship.registry_login import HUB, HUB_HOST, RegistryLogin
 from prejit.runtime.ship.repository import Pieces, checked
 
 if TYPE_CHECKING:
@@ -57,9 +57,13 @@ class RegistryClient:
             UsageError: requests is not installed.
         """
         self.name, self.host, self.repository = name, reference.host, reference.path
+        server = self.host
+        if self.host == HUB:  # no registry answers there
+            server = HUB_HOST
+            self.repository = "library/" * ("/" not in self.repository) + self.repository
         plain = os.environ.get(PLAIN_HTTP, "").split(",")
         is_plain = reference.is_loopback or reference.host in plain
-        self._base = f"{'http' if is_plain else 'https'}://{self.host}/v2/{self.repository}/"
+        self._base = f"{'http' if is_plain else 'https'}://{server}/v2/{self.repository}/"
         self.answer_seconds = answer_seconds
         self._pauses = PAUSES_SECONDS if pauses is None else pauses
         try:
