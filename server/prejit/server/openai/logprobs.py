@@ -138,9 +138,7 @@ class CompletionLogprobLists:
         self._top = top
         # Before the next token in the text, the offset in characters.
         self._bytes = self._offset = 0
-        self._decoder = _UTF8(
-            errors="replace"
-        )  # keeps the bytes of a character that is not whole yet
+        self._decoder = _UTF8("replace")  # keeps the bytes of half a character
 
     def take(
         self, tokens: Sequence[Logprob], prompt: Sequence[int] = (), text: str = ""
