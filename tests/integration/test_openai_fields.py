@@ -313,6 +313,9 @@ def test_a_wrong_model_names_what_would_do(post):
         found = post(path, {**SMALLEST[path], "model": "storeis"})
         assert found.status_code == 404
         assert "did you mean 'stories'?" in found.json()["error"]["message"]
+    for wrong in ("/chat/completions", "/v1/v1/chat/completions"):  # of a client's base URL
+        message = post(wrong, {}).json()["error"]["message"]
+        assert message.endswith("another (did you mean '/v1/chat/completions'?)")
 
 
 def _by_prefill(bundle, ids):
