@@ -1,5 +1,6 @@
 """Fields of requests over HTTP: each is done, harmless or refused, and the limits of tokens hold."""
 
+import itertools
 import pkgutil
 from typing import get_type_hints
 
@@ -249,12 +250,14 @@ WRONG = {
     ],
     "/v1/chat/completions": [
         ({"messages": []}, "messages", ""),
-        ({"messages": SOUND}, "messages[0].content[0].type", ""),
+        ({"messages": SOUND}, "messages[0].content[0].type", "found 'input_audio': this server"),
         ({"max_completion_tokens": 2}, "max_tokens", "without max_completion_tokens"),
         ({"tools": [ADD] * 129}, "tools", "tools"),
         ({"tools": [ADD] * 2}, "tools", "each name once"),
         ({"tools": [NO_GRAMMAR]}, "tools[0].function.parameters/properties/a", "expected"),
-        ({"modalities": ["audio"]}, "modalities[0]", ""),
+        ({"modalities": ["audio"]}, "modalities[0]", "expected 'text', found 'audio': this server"),
+        ({"reasoning_effort": 1}, "reasoning_effort", ""),
+        ({"tool_choice": "some"}, "tool_choice", ""),
         ({"top_logprobs": 2}, "top_logprobs", "expected logprobs"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "chat_template"),
     ],
@@ -262,7 +265,10 @@ WRONG = {
         ({"prompt_logprobs": 1}, "prompt_logprobs", ""),
         ({"top_logprobs": 2}, "top_logprobs", "expected include"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "found 'f'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "expected 'function', found 'web_s"),
+        ({"include": ["x"]}, "include[0]", "expected 'message.output_text.logprobs', found 'x'"),
+        ({"truncation": "auto"}, "truncation", "expected 'disabled', found 'auto'"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity", "expected 'medium', found 'high'"),
     ],
     "/v1/embeddings": [
         ({"input": ""}, "input", "at place 0"),
@@ -307,6 +313,9 @@ def test_a_wrong_model_names_what_would_do(post):
         found = post(path, {**SMALLEST[path], "model": "storeis"})
         assert found.status_code == 404
         assert "did you mean 'stories'?" in found.json()["error"]["message"]
+    for wrong in ("/chat/completions", "/v1/v1/chat/completions"):  # of a client's base URL
+        message = post(wrong, {}).json()["error"]["message"]
+        assert message.endswith("another (did you mean '/v1/chat/completions'?)")
 
 
 def _by_prefill(bundle, ids):
@@ -333,8 +342,12 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new, client, stories_bundle)
     for choice, ids, text in zip(found.choices, prompts, texts, strict=True):
         lists = choice.logprobs
         assert len(lists.tokens) == len(ids) + new
-        ends = [len("".join(lists.tokens[:place])) for place in range(len(lists.tokens))]
-        assert [at - lists.text_offset[0] for at in lists.text_offset] == ends
+        places = [*lists.text_offset, len(choice.text)]
+        cut = [choice.text[at:end] for at, end in itertools.pairwise(places)]
+        assert cut[1:] == [
+            lists.tokens[1].strip(),
+            *lists.tokens[2:],
+        ]  # the text begins without space
         assert (lists.token_logprobs[0], lists.top_logprobs[0]) == (None, None)
         scores = pytest.approx(_by_prefill(bundle, ids), abs=1e-4)
         assert lists.token_logprobs[1 : len(ids)] == scores

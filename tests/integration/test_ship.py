@@ -177,8 +177,13 @@ def test_who_has_no_login_who_may_only_read_and_who_trusts_no_private_ca(
     guarded, tmp_path, monkeypatch
 ):
     at = f"oci://{guarded.host}/team/call:v1"
-    with pytest.raises(StoreError, match="no login is kept for this host"):
+    with pytest.raises(StoreError, match=r"no login is kept for this host(?! )"):
         moved(GOLDEN / "call", at)
+    unread = tmp_path / "home" / ".docker" / "config.json"
+    unread.mkdir(parents=True)
+    with pytest.raises(StoreError, match=rf"no login .* \(cannot read {unread}: Is a directory\)"):
+        moved(GOLDEN / "call", at)
+    unread.rmdir()
     of_docker(tmp_path / "home", guarded.host)
     moved(GOLDEN / "call", at)
     log_in(tmp_path / "home" / ".docker" / "config.json", guarded.host, "reader", "glasses")

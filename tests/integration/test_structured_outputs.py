@@ -8,6 +8,8 @@ import time
 import httpx
 import jsonschema
 import pytest
+from tests.decoders import build
+from tests.lettered import write_lettered
 from tests.unit.server.running import running, wait_for
 
 from prejit.runtime import load
@@ -168,6 +170,41 @@ def test_what_no_answer_can_be_is_refused(server, body, param, message):
     error = found.json()["error"]
     assert error["param"] == param
     assert re.search(message, error["message"]), error["message"]
+
+
+def test_a_grammar_whose_tokens_are_suppressed_is_not_complete(
+    lettered_dir, warm, build_cache, tmp_path
+):
+    model = write_lettered(tmp_path / "model")
+    ids = load(lettered_dir).tokenizer.library.get_vocab()
+    ends = ids["</s>"]
+    config = {"suppress_tokens": [ids["b"], ends, 10**6], "begin_suppress_tokens": [ids["c"]]}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    sizes = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
+    bundle = load(build(warm, model, tmp_path, build_cache, **sizes))
+    models = Models(Served("model", bundle, Engine(bundle, slots=2), 1))
+    try:
+        with running(models, Settings()) as server:
+
+            def ask(regex, **fields):
+                body = {"prompt": "ab", "guided_regex": regex, "max_tokens": 9, **fields}
+                return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+            for regex, place in (("xb", "after 1 tokens"), ("c", "after 0 tokens")):
+                for stream in (False, True):
+                    refused = ask(regex, stream=stream)
+                    assert re.search(f"suppress_tokens: expected .* {place}", refused.text)
+                    assert '"stop"' not in refused.text
+            done = ask("xb", logit_bias={ids["b"]: 0}).json()["choices"][0]
+            assert (done["text"], done["finish_reason"]) == ("xb", "stop")
+            # Its end is suppressed, and nothing else.
+            assert ask("xc").json()["choices"][0]["text"] == "xc"
+            for prompt in ("xb", "xc"):  # scores of a prompt have no other tokens than the prompt
+                body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+                scored = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
+                assert scored["logprobs"]["tokens"] == [*prompt]
+    finally:
+        models.close()
 
 
 def test_an_answer_beside_tools_is_a_call_or_meets_the_format(client):

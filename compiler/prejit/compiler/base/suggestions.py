@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,12 @@ def no_such_path(kind: str, path: str, directory: Path) -> str:
         siblings = []
     if last in siblings:
         return f"{wanted}; found a symbolic link that leads nowhere"
-    return f"{wanted}; found none{did_you_mean(last, siblings)}"
+    guess = did_you_mean(last, siblings)
+    if path.startswith("~"):
+        guess = f" (write {shown(os.path.expanduser(path))}: nothing expands ~)"
+    elif kind == "directory" and not siblings and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        guess = f" (of the Hugging Face hub it is {shown(f'hf://{path}')})"
+    return f"{wanted}; found none{guess}"
 
 
 def _kind_of(path: Path) -> str:

@@ -407,7 +407,7 @@ def _read_text(path: Path) -> str:
             hint=f"did you mean {guess}?" if guess else "give the path of a TOML file",
         ) from error
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")  # editors of Windows put a mark before it
     except UnicodeDecodeError as error:
         before = content[: error.start]
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")

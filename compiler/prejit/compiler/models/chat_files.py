@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from prejit.compiler.base.json_file import read_object
 from prejit.runtime.errors import CheckpointError
 from prejit.runtime.format.checks.seldom_parts import Chat
 
 _DEFAULT = "default"
+_TOKEN = re.compile(r"\b\w+_token\b")
+"""What may be the name of a special token in a template."""
+_GENERAL = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
+"""Classes of tokenizers that have no special tokens by default."""
 
 
 def read_chat(directory: Path) -> Chat | None:
@@ -44,7 +52,30 @@ def read_chat(directory: Path) -> Chat | None:
                 hint="the model's chat template must parse as Jinja; mend it in the model directory",
             ) from error
     templates = {name: source for name, (_, source) in found.items()}
-    return Chat(templates, special_tokens(directory))
+    tokens = special_tokens(directory)
+    settings = read_object(directory / "tokenizer_config.json", required=False)
+    named = {name for source in templates.values() for name in _TOKEN.findall(source)}
+    if missing := named - tokens.keys() - settings.keys():
+        of_class = _tokens_of_class(directory, settings)
+        tokens |= {name: of_class[name] for name in sorted(missing & of_class.keys())}
+    return Chat(templates, tokens)
+
+
+def _tokens_of_class(directory: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the special tokens that transformers' class of a tokenizer has by default."""
+    if not (directory / "tokenizer.json").is_file() or settings.get("tokenizer_class") in _GENERAL:
+        return {}
+    # At import transformers would advise to install torch, which no step here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer  # takes seconds, and files seldom leave names out
+
+    try:
+        found = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).special_tokens_map
+    except Exception:  # a class with code of its own, a model of our users: such have no defaults
+        return {}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
 def _jinja_files(directory: Path) -> dict[str, tuple[Path, str]]:

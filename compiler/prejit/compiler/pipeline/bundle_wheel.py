@@ -87,5 +87,9 @@ def write_wheel(bundle: str, output: Path, version: str | None = None) -> Path:
         except (BuildBackendException, BuildException, OSError) as error:
             cause = error.__context__
             said = cause.output if isinstance(cause, subprocess.CalledProcessError) else b""
-            last = said.decode(errors="replace").strip().rpartition("\n")[2] if said else error
-            raise BuildError(f"{output}: cannot write the wheel of {bundle}: {last}") from error
+            why = (error.strerror if isinstance(error, OSError) else "") or error
+            last = said.decode(errors="replace").strip().rpartition("\n")[2] if said else why
+            raise BuildError(
+                f"{output}: cannot write the wheel of {bundle}: {last}",
+                hint="give another directory: -o DIR" if isinstance(error, OSError) else None,
+            ) from error

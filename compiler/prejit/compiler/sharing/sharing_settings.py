@@ -136,7 +136,11 @@ def _tiers(table: Any, where: str, directory: Path, own: str) -> Sequence[Tier]:
         signer = read_private_key(directory / table["sign"])
     if writes and own not in namespaces:
         namespaces = [*namespaces, own]
-    remote = _remote(table["url"])
+    try:
+        remote = _remote(table["url"])
+    except UsageError as error:
+        error.args = (f"{where}: url: {error}",)
+        raise
     return [
         Tier(remote, name, believed, writes and name == own, signer if name == own else None)
         for name in namespaces

@@ -83,6 +83,8 @@ def _remove_abandoned(path: Path) -> None:
 def _write_hint(error: OSError) -> str | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space on that disk, or write to another; nothing was lost"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "give a directory that this user may write to; nothing was lost"
     return None
 
 

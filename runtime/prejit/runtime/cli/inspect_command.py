@@ -179,11 +179,14 @@ def _print_bundle(digest: str, config: Config, defaults: Defaults | None) -> Non
         until = f", readable until {portable.readable_until}" if portable.readable_until else ""
         print_text(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
     if defaults is not None:
+        own = ("logit_bias", "begin_suppress_tokens")
         values = [
-            f"{name} {value}" for name, value in defaults.options().items() if name != "logit_bias"
+            f"{name} {value}" for name, value in defaults.options().items() if name not in own
         ]
         if defaults.suppress_tokens:
             values.append(f"{len(defaults.suppress_tokens)} tokens suppressed")
+        if defaults.begin_suppress_tokens:
+            values.append(f"{len(defaults.begin_suppress_tokens)} suppressed at the beginning")
         print_text(f"generates by default with: {', '.join(values) or 'the most likely tokens'}")
     if config.accuracy is not None:
         print_text(accuracy_table(config.accuracy))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -22,6 +24,8 @@ from prejit.runtime.ship.pulling import pull as fetch
 from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import Moved, open_repository, ship
 
+_LIKE_REGISTRY = re.compile(r"(localhost|[\w.-]+:\d+|[\w.-]+\.[a-z]{2,})/")
+"""The beginning of a reference as docker has it: `ghcr.io/` or `localhost:5000/`."""
 _TARGETS = click.option(
     "--target", "targets", multiple=True, metavar="NAME", help="Move this target only; repeatable."
 )
@@ -41,6 +45,16 @@ def _say(moved: Moved, where: Reference, seconds: float, as_json: bool) -> int:
         f"{seconds:.1f} s ({rate:,.0f} MB/s); {moved.present_bytes / 1e6:,.1f} MB were there{mounted}"
     )
     return 0
+
+
+def _destination(text: str) -> Reference:
+    """Return where to write. As `parse_reference`, and a registry without `oci://` is no new directory."""
+    if _LIKE_REGISTRY.match(text) and not os.path.lexists(text.partition("/")[0]):
+        raise UsageError(
+            f"{text}: expected a URL or a path, found what looks like a registry",
+            hint=f"give oci://{text}, or ./{text} for a directory",
+        )
+    return parse_reference(text)
 
 
 def _ship(
@@ -83,7 +97,7 @@ def push(path: str, reference: str, targets: tuple[str, ...], form: str, as_json
             f"{path}: expected a bundle on this machine, found a URL",
             hint=f"copy it: prejit copy {path} {reference}",
         )
-    return _ship(source, parse_reference(reference), targets, as_json, form)
+    return _ship(source, _destination(reference), targets, as_json, form)
 
 
 @click.command(
@@ -97,7 +111,7 @@ def push(path: str, reference: str, targets: tuple[str, ...], form: str, as_json
 @JSON
 def copy(source: str, target: str, targets: tuple[str, ...], as_json: bool) -> int:
     """Copy a bundle from one place to another."""
-    return _ship(parse_reference(source), parse_reference(target), targets, as_json)
+    return _ship(parse_reference(source), _destination(target), targets, as_json)
 
 
 @click.command(

@@ -217,6 +217,7 @@ class Request:
         adapter: an adapter of the bundle (`Bundle.adapters`), by name; None: none.
         images: what `Generator.resolve` read of those in the prompt; None: there are none.
         namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
+        begin_suppress_tokens: token ids that are never the first new token; no vocabulary need have them.
 
     Raises:
         UsageError: a value has the wrong type or is out of range.
@@ -269,6 +270,9 @@ class Request:
     )
     images: Any = _option(None, _optional(_adapter))
     namespace: Namespace = ()
+    begin_suppress_tokens: Collection[int] | None = _option(
+        None, _optional(_token_ids), published=True
+    )
 
     def __post_init__(self) -> None:
         for what, own in (("an adapter", self.adapter), ("images", self.images)):
@@ -308,14 +312,11 @@ class Options(TypedDict, total=False):
     An option that is missing or None takes the value in the bundle's `defaults`, or else its own default.
 
     Attributes:
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-            logit_bias, seed: see `Sampling`.
-        max_new_tokens, min_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, draft, prefix:
-            see `Request`.
         source: what an encoder-decoder reads: text, token ids, or an array; see `Request`.
         adapter: the name of a loaded adapter (`Bundle.adapters`).
         images: those of the prompt, in order, each as `Bundle.embed_images` takes it.
         stop: stop before any of these strings.
+        others: see `Sampling` and `Request`.
     """
 
     temperature: float
@@ -330,6 +331,7 @@ class Options(TypedDict, total=False):
     max_new_tokens: int | None
     min_new_tokens: int
     stop_token_ids: Collection[int] | None
+    begin_suppress_tokens: Collection[int] | None
     stop: str | Sequence[str]
     logprobs: int | None
     token_mask: TokenMask | None
@@ -395,12 +397,9 @@ class Defaults:
     `max_length` included, because it counts the prompt too.
 
     Attributes:
-        do_sample: whether tokens are drawn at random. If not, the most likely token is taken, whatever
-            temperature says.
-        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`. If do_sample is true and there
-            is no temperature, it is 1.
-        max_new_tokens: stop after this many tokens.
-        min_new_tokens: do not stop before this many tokens.
+        do_sample: whether tokens are drawn at random. If not, temperature is 0; if so, it is 1 by default.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
+        max_new_tokens, min_new_tokens, begin_suppress_tokens: see `Request`.
         suppress_tokens: token ids that never come, unless a `logit_bias` of the request says otherwise.
     """
 
@@ -412,6 +411,7 @@ class Defaults:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
     suppress_tokens: tuple[int, ...] = ()
 
     def options(self) -> dict[str, Any]:

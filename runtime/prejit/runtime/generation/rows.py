@@ -135,14 +135,14 @@ class Row:
         Raises:
             UsageError: the mask returned something else.
         """
-        self.allowed = None
-        if (mask := self.request.token_mask) is not None:
-            self.allowed = checked_mask(
-                mask(self.token_ids[len(self.request.prompt) :]), vocab_size
-            )
-        if self.may_not_stop:
+        self.allowed, mask, start = None, self.request.token_mask, len(self.request.prompt)
+        if mask is not None:
+            self.allowed = checked_mask(mask(self.token_ids[start:]), vocab_size)
+        first = (() if self.generated else self.request.begin_suppress_tokens) or ()
+        forbidden = [each for each in first if 0 <= each < vocab_size]
+        if forbidden := [*forbidden, *(self.stop if self.may_not_stop else ())]:
             allowed = np.ones(vocab_size, bool) if self.allowed is None else self.allowed.copy()
-            allowed[list(self.stop)] = False
+            allowed[forbidden] = False
             self.allowed = allowed
         return self.allowed
 

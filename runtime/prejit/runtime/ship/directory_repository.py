@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
+from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.format.index_writing import locked
+from prejit.runtime.format.index_writing import is_ours, locked
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import read_root
@@ -69,6 +70,29 @@ class DirectoryRepository(_OneBundle):
         self.name, self.most_transfers = path, MOST_TRANSFERS
         self._blobs = BlobDirectory(Path(path))
         self.has, self.write = self._blobs.has, self._blobs.write
+
+    def check_replaceable(self) -> None:
+        """Check that another bundle may take the place of what is here: `publish` removes all other blobs.
+
+        Raises:
+            UsageError: another tool has written images here.
+        """
+        try:
+            with open(os.path.join(self.name, "index.json"), "rb") as file:
+                content = file.read(limits.MAX_INDEX_BYTES)
+        except OSError:  # no bundle, and what cannot be written says so
+            return
+        if is_ours(content) or not parse_object(content).get("manifests"):
+            return
+        try:
+            with Layout(self.name) as layout:  # skopeo and oras write bundles, too
+                read_root(layout)
+        except RejectError as error:
+            raise UsageError(
+                f"{self.name}: expected a bundle or no directory yet, found what another tool wrote; nothing "
+                "was changed",
+                hint="give another directory, or move this away",
+            ) from error
 
     def open(self, tag: str, digest: str) -> RemoteFiles:
         """See `Repository.open`."""
@@ -133,8 +157,9 @@ class TarRepository(_OneBundle):
             with tarfile.open(self.name, "r:") as tar:
                 members = [each for each in tar if each.isreg()]
         except (OSError, tarfile.TarError) as error:
+            why = (error.strerror if isinstance(error, OSError) else "") or error
             raise StoreError(
-                f"{self.name}: cannot read it as a tar file: {error}",
+                f"{self.name}: cannot read it as a tar file: {why}",
                 hint="give a file that `prejit push BUNDLE FILE.tar` or skopeo's oci-archive wrote",
             ) from error
         self._places = {

@@ -27,7 +27,7 @@ from prejit.runtime.format.index_writing import encode_root
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import read_root
-from prejit.runtime.ship.reference import HUB, Reference
+from prejit.runtime.ship.reference import HUB, Reference, refuse_query
 from prejit.runtime.ship.registry_client import (
     ANSWER_SECONDS,
     PLAIN_HTTP,
@@ -366,6 +366,7 @@ def open_objects(
     Raises:
         UsageError: obstore is not installed, or does not know the URL.
     """
+    refuse_query(url)
     parts = urlsplit(url)
     place = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     try:

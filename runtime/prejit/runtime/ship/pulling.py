@@ -35,6 +35,7 @@ from prejit.runtime.ship.shipping import (
     missing_blobs,
     move,
     move_blobs,
+    open_destination,
     open_repository,
     targets_named,
 )
@@ -199,7 +200,7 @@ def pull_into(
     root = read_root(files)
     targets, _ = _chosen(files, root, wanted, policies, str(reference))
     shipment = shipment_of(files, root, targets)
-    return move(files, shipment, open_repository(output), "", report=report)
+    return move(files, shipment, open_destination(output), "", report=report)
 
 
 def _chosen(

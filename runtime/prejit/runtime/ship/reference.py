@@ -95,6 +95,17 @@ def without_login(text: str) -> str:
     return _LOGIN.sub("://", text)
 
 
+def refuse_query(url: str) -> None:
+    """Raise UsageError if a URL has a query or a fragment: requests for what is below it have none."""
+    place, sign, _ = re.split(r"([?#]|$)", url, maxsplit=1)
+    if sign:
+        raise UsageError(
+            f"{without_login(place):.200}: expected a URL without a query or a fragment, found one "
+            f"behind a {sign!r}",
+            hint="leave it out; give a signature of a bucket in the environment, as AZURE_STORAGE_SAS_TOKEN",
+        )
+
+
 def parse_reference(text: str) -> Reference:
     """Return the reference that a text means; of a wheel, that of its directory.
 
@@ -115,6 +126,7 @@ def parse_reference(text: str) -> Reference:
             f"found {scheme}://",
             hint=_FORMS,
         )
+    refuse_query(text)
     place, at, digest = text.partition("@sha256:")
     digest = f"sha256:{digest}" if at else ""
     if digest and not is_digest(digest):

@@ -19,7 +19,7 @@ from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.registry_login import RegistryLogin
+from prejit.runtime.ship.registry_login import HUB, HUB_HOST, RegistryLogin
 from prejit.runtime.ship.repository import Pieces, checked
 
 if TYPE_CHECKING:
@@ -57,9 +57,13 @@ class RegistryClient:
             UsageError: requests is not installed.
         """
         self.name, self.host, self.repository = name, reference.host, reference.path
+        server = self.host
+        if self.host == HUB:  # no registry answers there
+            server = HUB_HOST
+            self.repository = "library/" * ("/" not in self.repository) + self.repository
         plain = os.environ.get(PLAIN_HTTP, "").split(",")
         is_plain = reference.is_loopback or reference.host in plain
-        self._base = f"{'http' if is_plain else 'https'}://{self.host}/v2/{self.repository}/"
+        self._base = f"{'http' if is_plain else 'https'}://{server}/v2/{self.repository}/"
         self.answer_seconds = answer_seconds
         self._pauses = PAUSES_SECONDS if pauses is None else pauses
         try:
@@ -192,13 +196,25 @@ class RegistryClient:
         """Return the error for a request that had no answer."""
         if isinstance(error, StoreError):
             return error
-        text, kind = str(error), type(error).__name__
+        text, kind = _system_words(error) or str(error), type(error).__name__
         hint = "check the host's name, the network and the proxy (HTTPS_PROXY), then try again"
         if "WRONG_VERSION_NUMBER" in text:
             hint = f"the host has no TLS: set {PLAIN_HTTP}={self.host} if its network is trusted"
         return StoreError(
             f"{self.name}: {path:.40}: {kind}: {text:.300}", hint=certificate_hint(text) or hint
         )
+
+
+def _system_words(error: BaseException | None) -> str:
+    """Return what the system says of a failure, such as `Connection refused`; empty: nothing.
+
+    requests wraps it three times, and each time repeats the URL.
+    """
+    words = ""
+    while error is not None:
+        words = (error.strerror if isinstance(error, OSError) else "") or words
+        error = error.__cause__ or error.__context__
+    return words
 
 
 def certificate_hint(text: str) -> str:

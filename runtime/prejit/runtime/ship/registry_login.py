@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _MAX_ANSWER_BYTES = 1 << 20
 _HELPER_SECONDS = 60.0
 """How long a credential helper may take. Some ask a person."""
+HUB, HUB_HOST, HUB_LOGIN = "docker.io", "registry-1.docker.io", "https://index.docker.io/v1/"
+"""Docker's Hub: how people and tools call it, the host of its registry, and how docker names its login."""
 _IDENTITY = "<token>"
 """The user name with which credential helpers mark a secret that is an identity token."""
 
@@ -52,7 +54,7 @@ def find_login(host: str, repository: str) -> Login | None:
     Raises:
         StoreError: a file is not JSON, the helper that it names fails, or $REGISTRY_AUTH_FILE cannot be read.
     """
-    names = repository.split("/")
+    host, names = _host_of(host), repository.split("/")
     keys = [host, *("/".join((host, *names[: end + 1])) for end in range(len(names)))]
     for path in _login_files():
         try:
@@ -69,14 +71,24 @@ def find_login(host: str, repository: str) -> Login | None:
         is_empty = b"".join(content.split()) in (b"", b"{}")  # of who has logged in nowhere
         if not config and not is_empty:
             raise StoreError(f"{path}: expected logins as JSON, found none", hint="log in again")
-        helper = _object(config, "credHelpers").get(host) or config.get("credsStore")
-        if helper and (found := _ask_helper(str(helper), host, path)):
+        server = HUB_LOGIN if host == HUB else host
+        helpers = _object(config, "credHelpers")
+        helper = helpers.get(server) or helpers.get(host) or config.get("credsStore")
+        if helper and (found := _ask_helper(str(helper), server, path)):
             return found
+        auths = _object(config, "auths")
+        auths = {_host_of(key): auths[key] for key in auths} | auths
         for key in reversed(keys):
-            entry = _object(_object(config, "auths"), key)
+            entry = _object(auths, key)
             if entry.get("auth") or entry.get("identitytoken"):
                 return _decode(entry, path)
     return None
+
+
+def _host_of(key: str) -> str:
+    """Return the host of a key that is a URL, as old versions of docker and its Hub have it."""
+    host = key.partition("://")[2].partition("/")[0] or key
+    return HUB if host in ("index.docker.io", HUB_HOST) else host
 
 
 def _login_files() -> Iterator[str]:
@@ -88,6 +100,19 @@ def _login_files() -> Iterator[str]:
     yield f"{runtime}/containers/auth.json"
     yield f"{config}/containers/auth.json"
     yield f"{docker}/config.json"
+
+
+def _unread_logins() -> str:
+    """Return which files may have a login that we cannot read, in words; empty: none."""
+    found = []
+    for path in _login_files():
+        try:
+            open(path, "rb").close()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            found.append(f"{path}: {error.strerror}")
+    return f" (cannot read {'; '.join(found)})" if found else ""
 
 
 def _ask_helper(helper: str, host: str, path: str) -> Login | None:
@@ -226,10 +251,15 @@ class RegistryLogin:
 
     def refusal(self, response: Response) -> tuple[str, str]:
         """Return why a registry or its token service refuses us (401, 403), and the next step, in words."""
-        who = "nobody" if self._login is None else f"{self._login.user} ({self._login.source})"
+        unread = _unread_logins() if self._login is None else ""
+        who = (
+            f"nobody{unread}"
+            if self._login is None
+            else f"{self._login.user} ({self._login.source})"
+        )
         is_service = bool(self.realm) and response.url.startswith(self.realm)
         if self._login is None and (is_service or response.status_code == 401):
-            return "no login is kept for this host", f"log in: {self._again}"
+            return f"no login is kept for this host{unread}", f"log in: {self._again}"
         is_token = self.header.get("Authorization", "").startswith("Bearer ")
         if is_service or (response.status_code == 401 and not is_token):
             return (

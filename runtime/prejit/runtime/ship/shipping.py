@@ -81,6 +81,21 @@ def open_repository(reference: Reference) -> Repository:
     return (TarRepository if reference.scheme == "tar" else DirectoryRepository)(reference.place)
 
 
+def open_destination(reference: Reference) -> Repository:
+    """Return the place where a bundle is to be. Errors as of `open_repository`.
+
+    Raises:
+        UsageError: it is a directory that another tool has written.
+    """
+    found = open_repository(reference)
+    if reference.scheme == "dir":
+        from prejit.runtime.ship.directory_repository import DirectoryRepository
+
+        assert isinstance(found, DirectoryRepository)
+        found.check_replaceable()
+    return found
+
+
 def targets_named(root: Root, names: Sequence[str], where: str) -> tuple[Descriptor, ...]:
     """Return the targets of a bundle with some names; all of them where no name is given.
 
@@ -233,7 +248,7 @@ def ship(
             "a web server",
             hint="platforms mount what is in a registry; a bucket holds the bundle as it is",
         )
-    at, into = open_repository(source), open_repository(target)
+    at, into = open_repository(source), open_destination(target)
     files = at.open(source.tag, source.digest)
     root = read_root(files)
     chosen = targets_named(root, names, str(source))

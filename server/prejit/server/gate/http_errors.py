@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import (
     ClosedError,
     ContextError,
@@ -184,7 +185,10 @@ async def handle(request: Request, error: Exception) -> Response:
             f"{path:.200}: expected {refused.headers['Allow']}, found {request.method}"
         )
     elif refused.status == 404 and isinstance(error, HTTPException):
+        # A client's base URL often lacks /v1, or has it twice.
+        known = [each.path for each in request.app.routes if hasattr(each, "path")]
+        meant = did_you_mean(path.rstrip("/")[:200], known)
         refused.message = (
-            f"{request.method} {path:.200}: expected a path of this server, found another"
+            f"{request.method} {path:.200}: expected a path of this server, found another{meant}"
         )
     return response(refused, path)

@@ -29,8 +29,10 @@ _BYTES_FOR_BYTE = 150
 """The memory of a compiled grammar for each character of its source, where nobody has measured it."""
 
 
-_GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
-"""A text, a class or a comment of GBNF."""
+_GBNF_PART = re.compile(
+    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[*+?}]\s*\)(?=[\s)]*[*+?{])', re.DOTALL
+)
+"""A text, a class or a comment of GBNF, or the end of a group that is repeated and ends with a repetition."""
 _GBNF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[\[\]\\])")
 """An escape in them for which there is a plainer form."""
 
@@ -121,14 +123,16 @@ def _lark(source: GrammarSource) -> str:
 
 
 def _with_plain_escapes(part: re.Match[str]) -> str:
-    r"""Return a text, a class or a comment of GBNF with escapes that llguidance 1.9.1 converts rightly.
+    r"""Return a part of GBNF as one that llguidance 1.9.1 converts rightly.
 
     It drops the zeros of `\u00e9`, so that `[\u00e9ab]` meant U+E9AB, knows no `\[` in a text, and takes
-    `&&` and `~~` in a class for operators.
+    `&&` and `~~` in a class for operators. It drops the brackets of `("a"?){2}`, unless they have two parts.
     """
     text = part[0]
     if text.startswith("#"):
         return text
+    if text.endswith(")"):
+        return f'{text[:-1]} "")'
     text = _GBNF_ESCAPE.sub(_plain, text)
     return re.sub("[&~]", _plain, text) if text.startswith("[") else text
 

@@ -14,6 +14,7 @@ from prejit.server.grammar.schema_paths import (
     corrected,
     error_path,
     has_names_beside_others,
+    repeated_names,
     rounded_number,
 )
 
@@ -129,14 +130,21 @@ def _error_of(schema: Any, lenient: bool) -> str:
 
 
 def part_text(part: SchemaPart) -> str:
-    """Return a schema as JSON. Raises UsageError if it has a number that the grammar library would round."""
+    """Return a schema as JSON. Raises as `check_numbers`."""
     text = schema_text(part.schema, part.lenient)
     check_numbers(part)
     return text
 
 
 def check_numbers(part: SchemaPart) -> None:
-    """Raise UsageError if a schema has a number that the grammar library would round."""
+    """Raise UsageError if a schema has a number that the grammar library would round, or could not keep."""
+    if not part.lenient and (names := repeated_names(part.schema)):
+        raise UsageError(
+            f"{part.at}{names[0]}: expected at most {names[1]} beside members of any name, which could come "
+            f"twice, found {names[2]}",
+            hint="name more members in `required`, set additionalProperties to false, or check it after the "
+            "answer",
+        )
     if not part.lenient and (found := rounded_number(part.schema)):
         raise UsageError(
             f"{part.at}{found[0]}: expected numbers that float64 and int64 hold exactly, found {found[1]}",

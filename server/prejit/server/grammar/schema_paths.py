@@ -113,6 +113,27 @@ def has_names_beside_others(schema: Any) -> bool:
     return any(has_names_beside_others(part) for _, part in _parts(schema))
 
 
+def repeated_names(schema: Any) -> tuple[str, int, int] | None:
+    """Find a `minProperties` that members of one name would satisfy: a grammar does not know which came.
+
+    Returns:
+        The JSON pointer of the keyword, the largest number that works there, and the number found.
+    """
+    if not isinstance(schema, Mapping):
+        return None
+    least, required = schema.get("minProperties"), schema.get("required")
+    # One more than those that come once in any case is another one.
+    names = required if isinstance(required, list | tuple) else ()
+    most = len({name for name in names if isinstance(name, str)}) + 1
+    is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+    if isinstance(least, int | float) and least > most and is_open:
+        return "/minProperties", most, int(least)
+    for step, part in _parts(schema):
+        if found := repeated_names(part):
+            return f"{step}{found[0]}", *found[1:]
+    return None
+
+
 def rounded_number(schema: Any) -> tuple[str, int | float] | None:
     """Find a number of a schema that llguidance 1.9.1 would change.
 

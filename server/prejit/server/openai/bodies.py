@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -173,6 +173,14 @@ _UNKNOWN = "Object contains unknown field"
 """The beginning of the error of msgspec about a field that a Struct has not."""
 
 
+_NO_CHOICE = re.compile(
+    r"Invalid (?:enum )?value (?P<value>.*) - at `\$\.(?P<at>[^`]*)`", re.DOTALL
+)
+"""The error of msgspec about a value that is none of a few texts or numbers."""
+_STEP = re.compile(r"\[[^]]*\]|[^.[]+")
+"""A step of a path: the name of a field, or a place in a list."""
+
+
 class _Stray(NamedTuple):
     """A field that no Struct has.
 
@@ -198,12 +206,20 @@ def decode(content: bytes, decoder: msgspec.json.Decoder[T], *, ignore_unknown: 
         ignore_unknown: leave out the fields that no Struct has.
 
     Raises:
-        ApiError: a field is unknown.
+        ApiError: a field is unknown, or has a value that is none of its choices.
         msgspec.DecodeError, UnicodeDecodeError: it is no JSON, or a field has a wrong type.
     """
     try:
         return decoder.decode(content)
     except msgspec.ValidationError as error:
+        if found := _NO_CHOICE.fullmatch(str(error)):
+            choices = list(dict.fromkeys(_choices(_described(decoder), _STEP.findall(found["at"]))))
+            known = f"{'one of ' * (len(choices) > 1)}{', '.join(map(repr, choices))}"
+            raise field_error(
+                found["at"],
+                f"expected {known}, found {found['value']:.80}: this server does not support others",
+                code="invalid_type",
+            ) from error
         if not str(error).startswith(_UNKNOWN):
             raise
         value = msgspec.json.decode(content)
@@ -217,6 +233,21 @@ def decode(content: bytes, decoder: msgspec.json.Decoder[T], *, ignore_unknown: 
             meant = did_you_mean(stray.name, stray.known)
             raise field_error(stray.path, problem + meant, code="unknown_parameter") from error
         raise
+
+
+def _choices(kind: inspect.Type, steps: Sequence[str]) -> Iterator[str | int]:
+    """Yield the values that a field may have, at a place in a value."""
+    for each in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+        if isinstance(each, inspect.LiteralType) and not steps:
+            yield from each.values
+        elif isinstance(each, inspect.StructType) and steps:
+            if steps == [each.tag_field] and each.tag is not None:
+                yield each.tag
+            for field in each.fields:
+                if field.encode_name == steps[0]:
+                    yield from _choices(field.type, steps[1:])
+        elif isinstance(each, inspect.ListType) and steps and steps[0].startswith("["):
+            yield from _choices(each.item_type, steps[1:])
 
 
 @cache

@@ -214,7 +214,8 @@ class _Answer:
         likely: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
         if body.logprobs is not None:
             new = () if result is None else result.logprobs or ()
-            lists = self._first(prompt, self._lists(), new)
+            text = self._echoes[prompt] + ("" if result is None else result.text)
+            lists = self._first(prompt, self._lists(), new, text)
         if body.prompt_logprobs is not None:
             likely = as_vllm(token_ids, scores, body.prompt_logprobs, self._names)
         return CompletionChoice(
@@ -228,12 +229,12 @@ class _Answer:
         )
 
     def _first(
-        self, prompt: int, lists: CompletionLogprobLists, new: Sequence[Logprob]
+        self, prompt: int, lists: CompletionLogprobLists, new: Sequence[Logprob], text: str
     ) -> CompletionLogprobs:
         """Return the lists of a text, or of its first part: they begin with the prompt if it is echoed."""
         if not self._body.echo:
-            return lists.take(new)
-        return lists.take([*self._scores[prompt], *new], self._wanted[prompt].prompt)
+            return lists.take(new, text=text)
+        return lists.take([*self._scores[prompt], *new], self._wanted[prompt].prompt, text)
 
     def _usage(self, stats: list[list[Stats]]) -> TokenUsage:
         # Its own scoring put the prompt into the cache.
@@ -259,7 +260,7 @@ class _Answer:
                     prompt = index // self._choices
                     text = self._echoes[prompt] + text
                     if self._body.logprobs is not None:
-                        logprobs = self._first(prompt, lists[index], new)
+                        logprobs = self._first(prompt, lists[index], new, text)
                 elif new:
                     logprobs = lists[index].take(new)
                 if piece.stats is not None:

@@ -7,7 +7,8 @@ Log-probabilities are of the model's own logits, before the mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from prejit.server.openai.bodies import ResponseFields
 from prejit.server.openai.engine_calls import AskedTexts, TextCall
 from prejit.server.served.served import Served
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 LEAST = -9999.0
 """OpenAI's value for a probability of 0, whose logarithm JSON cannot hold."""
 
@@ -80,8 +82,11 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 class TokenNames:
     """Texts of tokens. A bundle without a tokenizer has `token_id:N`, as vLLM writes them."""
 
-    def __init__(self, tokens: TokenBytes | None) -> None:
+    def __init__(
+        self, tokens: TokenBytes | None, special_id: Callable[[str], int | None] = lambda text: None
+    ) -> None:
         self._tokens = tokens
+        self._special_id = special_id
 
     def of(self, token_id: int) -> tuple[str, list[int] | None]:
         """Return the text of a token, U+FFFD for parts of characters, and its bytes."""
@@ -90,11 +95,17 @@ class TokenNames:
         content = self._tokens[token_id]
         return content.decode("utf-8", "replace"), list(content)
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether the text of an answer leaves a token out."""
+        return self._special_id(self.of(token_id)[0]) == token_id
+
 
 def token_names(served: Served, *, wanted: bool) -> TokenNames:
     """Return the texts of a model's tokens, which are only read if they are wanted."""
-    bundle = served.bundle
-    return TokenNames(bundle.tokenizer.token_bytes if wanted and bundle.has_tokenizer else None)
+    if not wanted or not served.bundle.has_tokenizer:
+        return TokenNames(None)
+    tokenizer = served.bundle.tokenizer
+    return TokenNames(tokenizer.token_bytes, tokenizer.special_id)
 
 
 def for_chat(found: Logprob, names: TokenNames, top: int) -> TokenLogprob:
@@ -122,22 +133,27 @@ class CompletionLogprobLists:
     def __init__(self, names: TokenNames, top: int) -> None:
         self._names = names
         self._top = top
-        self._offset = 0  # of the next token in the text
+        # Before the next token in the text, the offset in characters.
+        self._bytes = self._offset = 0
+        self._decoder = _UTF8("replace")  # keeps the bytes of half a character
 
-    def take(self, tokens: Sequence[Logprob], prompt: Sequence[int] = ()) -> CompletionLogprobs:
+    def take(
+        self, tokens: Sequence[Logprob], prompt: Sequence[int] = (), text: str = ""
+    ) -> CompletionLogprobs:
         """Return the lists for the next tokens.
 
         Args:
             tokens: the tokens.
             prompt: what comes before them and is echoed: its first token has no log-probability, and `tokens`
                 begins with those of the others.
+            text: with the first tokens: the beginning of the text, as much of it as is known.
         """
         texts: list[str] = []
         offsets: list[int] = []
+        known = text.encode()
         for token_id in (*prompt[:1], *(found.token_id for found in tokens)):
             texts.append(self._names.of(token_id)[0])
-            offsets.append(self._offset)
-            self._offset += len(texts[-1])
+            offsets.append(self._pass(token_id, known))
         unknown = [None for _ in prompt[:1]]
         return CompletionLogprobs(
             text_offset=offsets,
@@ -145,6 +161,24 @@ class CompletionLogprobLists:
             tokens=texts,
             top_logprobs=[*unknown, *map(self._likely, tokens)] if self._top else None,
         )
+
+    def _pass(self, token_id: int, known: bytes) -> int:
+        """Return where a token begins in the text, or the character of which it is a part; go on behind it.
+
+        A prompt may spell special tokens out or not, and a tokenizer may put a space before it that the text
+        does not have.
+        """
+        name, listed = self._names.of(token_id)
+        content = name.encode() if listed is None else bytes(listed)
+        if not known.startswith(content, self._bytes):
+            if self._names.is_special(token_id):
+                return self._offset
+            if not self._bytes and known and known.startswith(content[1:]) and content[:1] == b" ":
+                content = content[1:]
+        at = self._offset
+        self._bytes += len(content)
+        self._offset += len(self._decoder.decode(content))
+        return at
 
     def _likely(self, found: Logprob) -> dict[str, float]:
         # Parts of characters have one text: it keeps the most likely one's. The chosen token is always among
@@ -188,7 +222,10 @@ def _scoring(served: Served, call: TextCall, top: int) -> TextCall:
         mask[prompt[len(token_ids) + 1]] = True
         return mask
 
+    suppressed = (each for each in served.bundle.defaults.suppress_tokens if each < size)
     options = {
+        "logit_bias": dict.fromkeys(suppressed, 0.0),
+        "begin_suppress_tokens": (),
         "temperature": 0.0,
         "repetition_penalty": 1.0,
         "seed": 0,

@@ -28,6 +28,7 @@ _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _BARE = ToolForm(begin="", end="", arguments_key="parameters")
 """The form of calls where a template shows no marks, as those of Llama 3."""
 _NO_TOOLS = Tools()
+_OF_CONFIG = "; a logit_bias of 0 lets one of suppress_tokens of generation_config.json come"
 
 
 async def token_masks(
@@ -75,10 +76,11 @@ async def token_masks(
             refused.message = f"{constraint.field}: {found}"
             raise refused from error
     token_ids, words = asked.body.allowed_token_ids, asked.body.bad_words or ()
-    if token_ids is None and not words:
+    suppressed = _suppressed(asked)
+    if token_ids is None and not words and (mask is None or not any(suppressed)):
         return mask
     work = sum(map(len, words)) + len(token_ids or ())
-    return await off_loop(work, lambda: _limited(asked, token_ids, words, mask))
+    return await off_loop(work, lambda: _limited(asked, token_ids, words, suppressed, mask))
 
 
 async def _mask_of_calls(
@@ -141,10 +143,19 @@ async def _compiled(
     return (await unless_gone(request.receive, wanted)).again
 
 
+def _suppressed(asked: AskedTexts) -> tuple[list[int], list[int]]:
+    """Return the tokens that the generation config suppresses, always and at the beginning of an answer."""
+    given, bundle = dict(asked.options["logit_bias"] or ()), asked.served.bundle
+    known, defaults = range(bundle.decoder.decoder.vocab_size), bundle.defaults
+    always = [each for each in defaults.suppress_tokens if each in known and each not in given]
+    return always, [each for each in defaults.begin_suppress_tokens or () if each in known]
+
+
 def _limited(
     asked: AskedTexts,
     token_ids: list[int] | None,
     words: Sequence[str],
+    suppressed: tuple[list[int], list[int]],
     mask: Callable[[], TokenMask] | None,
 ) -> Callable[[], TokenMask]:
     """Return what makes token masks that also keep limits, as vLLM means them.
@@ -153,6 +164,8 @@ def _limited(
         asked: the request.
         token_ids: the only tokens that may come, `allowed_token_ids`; None: all may.
         words: texts that may not come, `bad_words`.
+        suppressed: as `_suppressed`. The engine forbids them, too, but an answer whose grammar they leave no
+            token would end there as if it were complete.
         mask: makes token masks of other limits, such as a grammar; None: there are none.
 
     Raises:
@@ -167,6 +180,7 @@ def _limited(
     if token_ids is not None:
         arguments.check_vocabulary("allowed_token_ids", token_ids, size)
         always[token_ids] = True
+    always[suppressed[0]] = False
     longer: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the last
     for word in words:
         spellings = _spellings(asked.served.bundle.tokenizer, word)
@@ -178,11 +192,15 @@ def _limited(
             else:
                 always[last] = False
 
+    names = "allowed_token_ids, bad_words" + ", suppress_tokens" * any(suppressed)
+
     def make() -> TokenMask:
         inner = None if mask is None else mask()
 
         def allowed(token_ids: Sequence[int]) -> _Mask:
             found = always.copy()
+            if not token_ids:
+                found[suppressed[1]] = False
             for before, last in longer.get(token_ids[-1], ()) if token_ids else ():
                 if [*token_ids[-len(before) :]] == before:
                     found[last] = False
@@ -192,9 +210,10 @@ def _limited(
             is_end = other is not None and (other[ends].any() or not other.any())
             if not is_end and not found.any():
                 raise UsageError(
-                    f"allowed_token_ids, bad_words: expected them to leave a token that may come, found none "
-                    f"after {len(token_ids)} tokens",
-                    hint="allow more tokens, those of a grammar and one that ends the answer included",
+                    f"{names}: expected them to leave a token that may come, found none after "
+                    f"{len(token_ids)} tokens",
+                    hint="allow more tokens, those of a grammar and one that ends the answer included"
+                    + _OF_CONFIG * any(suppressed),
                 )
             return found
 

@@ -110,6 +110,10 @@ buckets = { batch = [8, 1] } => pad = ["batch"]\nbucket = { batch = [8, 0] }
     5: model.source: expected a directory at ... ; found none (did you mean "demo-model"?)
 source = "demo-model"\n => (nothing)
     4: model.source: missing; expected a directory, or ...
+"demo-model" => "acme/demo-1.5"
+    5: model.source: expected a directory at ... ; found none (of the Hugging Face hub it is "hf://acme/demo-1.5")
+"demo-model" => "~/demo"
+    5: model.source: expected a directory at ... ; found none (write ... : nothing expands ~)
 source = "demo-model" => module = "model"
     5: model.module: expected "package.module:attribute"; found "model"
 source = "demo-model" => source = "demo-model"\nparams = "score.safetensors"
@@ -282,6 +286,7 @@ shapes = => shape =
 
 
 def test_bad_toml_is_told_with_line_and_column(directory):
+    assert read(directory, "\ufeff" + GOOD).bundle == read(directory, GOOD).bundle
     for text, place in (
         ('[bundle]\nname "demo"\n', "m.toml:2:6: not TOML: "),
         ("[bundle]\nname = ", "m.toml:2:8: not TOML: "),

@@ -67,6 +67,35 @@ def test_templates_and_tokens_are_those_of_transformers(tmp_path, template, more
         assert found.special_tokens == said
 
 
+@pytest.mark.parametrize(
+    ("more", "model_type"),
+    [
+        ({"tokenizer_class": "GPT2Tokenizer"}, "gpt2"),
+        ({"tokenizer_class": "Qwen2TokenizerFast", "eos_token": "<end>"}, "qwen2"),
+        ({"tokenizer_class": "GPT2Tokenizer", "bos_token": None}, "gpt2"),
+        ({"tokenizer_class": None}, "gpt2"),
+        (
+            {"tokenizer_class": "GPT2Tokenizer"},
+            "olmo2",
+        ),  # of which transformers takes a class without
+        ({"tokenizer_class": "OwnTokenizer"}, "own"),
+    ],
+)
+def test_tokens_that_no_file_names_are_those_of_the_class(tmp_path, more, model_type):
+    from transformers import AutoTokenizer
+
+    config = {"chat_template": PRINTS_TOKENS, **more}
+    model(tmp_path, config, config_json=json.dumps({"model_type": model_type}))
+    found = read_chat(tmp_path).special_tokens
+    try:
+        theirs = AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
+    except ValueError:  # no class of that name
+        theirs = {}
+    named = ("bos_token", "eos_token", "pad_token", "unk_token")
+    assert found == {k: v for k, v in theirs.items() if k in named and isinstance(v, str)}
+    assert bool(found) is (model_type in ("gpt2", "qwen2"))
+
+
 def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path):
     of_processor = json.dumps({"chat_template": "processor"})
     directory = model(tmp_path, {}, chat_template_json=of_processor)

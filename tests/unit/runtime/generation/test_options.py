@@ -6,6 +6,7 @@ import shutil
 from dataclasses import fields
 
 import click
+import numpy as np
 import pytest
 
 from prejit.runtime import Defaults, Options, Request, Sampling, load
@@ -22,6 +23,7 @@ SAMPLED = {
 }
 SUPPRESSED = {"logit_bias": dict.fromkeys(range(20), -math.inf)}
 SAID = {"do_sample": True, **SAMPLED, "suppress_tokens": [*range(20), 10**6]}
+SAID["begin_suppress_tokens"] = [10**6]
 
 
 def test_options_are_typed_published_flags_and_checked():
@@ -118,6 +120,39 @@ def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, bundle, 
         load(sampling_dir, generation_config="no")
 
 
+def test_the_first_token_is_none_that_a_config_suppresses_there(
+    bundle, make_decoder, decoder_dir, tmp_path, said
+):
+    free = bundle.generate(PROMPT, max_new_tokens=6).token_ids
+    first = free[0]
+    shutil.copytree(decoder_dir.parent / "gpt2", tmp_path / "model")
+    config = {"begin_suppress_tokens": [first, -1, 10**6]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(config))
+    directory = make_decoder(tmp_path / "model", batch=(1, 3), prompt=(3, 10), context=(24, 72))
+    vocab = bundle.decoder.decoder.vocab_size
+
+    def not_first(token_ids):
+        return None if token_ids else np.arange(vocab) != first
+
+    expected = bundle.generate(PROMPT, max_new_tokens=6, token_mask=not_first).token_ids
+    assert expected[0] != first
+    suppressing = load(directory)
+    for result in (
+        suppressing.generate(PROMPT, max_new_tokens=6),
+        suppressing.session().generate(PROMPT, max_new_tokens=6),
+        *suppressing.generate_batch([PROMPT, PROMPT], max_new_tokens=6),
+    ):
+        assert result.token_ids == expected
+    begun = suppressing.generate([*PROMPT, free[0]], max_new_tokens=1).token_ids
+    assert begun == (free[1],) or free[1] == first
+    for bare, options in (
+        (load(directory, generation_config=False), {}),
+        (suppressing, {"begin_suppress_tokens": [-3, 10**6]}),
+    ):
+        assert bare.generate(PROMPT, max_new_tokens=6, **options).token_ids == free
+    assert "3 suppressed at the beginning" in said("inspect", directory)
+
+
 def test_the_commands_use_and_show_the_defaults(sampling, sampling_dir, decoder_dir, said):
     ran = said("generate", sampling_dir, "--prompt-ids", "1,2,3", "--seed", "5", "--json")
     assert json.loads(ran)["token_ids"] == list(sampling.generate(PROMPT, seed=5).token_ids)
@@ -139,6 +174,7 @@ def test_the_commands_use_and_show_the_defaults(sampling, sampling_dir, decoder_
         ({"do_sample": True, "temperature": None, "top_k": None}, {"temperature": 1.0}),
         ({"do_sample": None, "max_new_tokens": 7, "max_length": 20}, {"max_new_tokens": 7}),
         ({"suppress_tokens": [5, -1]}, {"logit_bias": {5: -math.inf}}),
+        ({"begin_suppress_tokens": [5]}, {"begin_suppress_tokens": [5]}),
         ({"do_sample": True, **SAMPLED}, SAMPLED),
     ],
 )

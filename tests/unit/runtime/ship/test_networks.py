@@ -16,7 +16,8 @@ from tests.layouts import GOLDEN
 from prejit.runtime.errors import StoreError
 from prejit.runtime.ship import registry_login
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.registry_login import find_login
+from prejit.runtime.ship.registry_client import RegistryClient
+from prejit.runtime.ship.registry_login import HUB_HOST, find_login
 
 from .conftest import answering, moved
 
@@ -109,12 +110,21 @@ def test_the_login_of_the_narrowest_place_in_the_first_file(tmp_path, monkeypatc
     # Of a tool that has logged in nowhere, where a registry may ask for no login.
     named.write_text("{}\n")
     assert find_login("host", "team/demo").user == "docker"
+    keep(named, {"https://index.docker.io/v1/": "hub", "https://old.example/v1/": "old"})
+    for host, user in (("docker.io", "hub"), (HUB_HOST, "hub"), ("old.example", "old")):
+        assert find_login(host, "team/demo").user == user
     named.unlink()
     with pytest.raises(
         StoreError, match=r"named\.json: cannot read the logins: No such file"
     ) as raised:
         find_login("host", "team/demo")
     assert "REGISTRY_AUTH_FILE" in raised.value.hint
+
+
+def test_the_hub_of_docker_has_its_registry_elsewhere():
+    for path, place in (("team/demo", "team/demo"), ("demo", "library/demo")):
+        client = RegistryClient(parse_reference(f"oci://docker.io/{path}"), "x", 1.0, None)
+        assert client._base == f"https://{HUB_HOST}/v2/{place}/"
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,20 @@ def test_a_link_in_the_store_leads_nowhere(registry, store, tmp_path):
         shutil.rmtree(store.path)
 
 
-def test_a_pull_writes_to_no_url_and_only_digests_are_pinned_and_removed(registry, capsys, store):
+def test_a_pull_writes_to_no_url_and_only_digests_are_pinned_and_removed(
+    registry, capsys, store, tmp_path, monkeypatch
+):
     at = f"oci://{registry.host}/call:v1"
     assert main(("pull", at, "-o", f"oci://{registry.host}/other:v1")) == 2
     assert f"prejit copy {at}" in capsys.readouterr().err
+    for command in ("push", "copy"):  # a docker user's reference made a directory here
+        for place in (f"{registry.host}/other", "localhost/other", "ghcr.io/me/other:v1"):
+            assert main((command, str(GOLDEN / "call"), place)) == 2
+            assert f"give oci://{place}, or ./{place}" in capsys.readouterr().err
     assert not registry.seen
+    (tmp_path / "ghcr.io").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(("push", str(GOLDEN / "call"), "ghcr.io/me/other:v1")) == 0  # somebody's directory
     found = pulled(registry, store, "call:v1", machine=HERE)
     gone = max((store.path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
     gone.unlink()

@@ -36,11 +36,18 @@ def test_a_wrong_reference_is_refused_and_a_password_is_not_printed():
         ("oci://host/A", "lower-case"),
         ("oci://host/a:-x", "a tag of up to"),
         ("oci://host/a@sha256:abc", "64 hexadecimal digits"),
+        ("oci://host/a?ns=b", r"^oci://host/a: .* behind a '\?'"),
+        ("https://host/a#b:c", "^https://host/a: .* behind a '#'"),
     ):
         with pytest.raises(UsageError, match=said):
             parse_reference(text)
     assert str(parse_reference("https://me:secret@host/a")) == "https://host/a"
-    for text in ("ftp://me:secret@host/a", "oci://me:secret@host", "https://me:secret@host/a:-x"):
+    for text in (
+        "ftp://me:secret@host/a",
+        "oci://me:secret@host",
+        "https://me:secret@host/a:-x",
+        "az://container/a?sig=secret",
+    ):
         with pytest.raises(UsageError) as raised:
             parse_reference(text)
         assert "secret" not in f"{raised.value} {raised.value.hint}"

@@ -99,6 +99,10 @@ def test_a_server_that_does_not_answer_or_takes_no_chunks():
     objects._objects = open_objects(objects._url, answer_seconds=1.0, retries=False)
     with pytest.raises(StoreError, match=r"\(Connection refused\)\n"):
         objects.open("", "")
+    closed = f"127.0.0.1:{free_port()}"
+    at = f"oci://{closed}/demo: manifests/latest"
+    with pytest.raises(StoreError, match=rf"^{at}: ConnectionError: Connection refused\n"):
+        moved(f"oci://{closed}/demo", GOLDEN / "none")
     with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as found:
         moved(GOLDEN / "call", f"oci://{found.host}/call")
         assert found.count("PATCH", "") == 0

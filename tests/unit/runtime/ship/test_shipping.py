@@ -1,6 +1,7 @@
 """A bundle moves between all kinds of places with all its bytes, and only what is missing moves."""
 
 import contextlib
+import hashlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
+from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
 
 from .conftest import GOLDEN, audited, moved, place_at
@@ -105,6 +106,31 @@ def test_a_tar_for_sites_without_a_network_and_some_targets(fleet, tmp_path):
         with pytest.raises(UsageError, match="one target or all"):
             moved(fleet, f"{at}:two", "cuda-l4", "cpu-x86-64-v3")
     assert audited(tmp_path / "one").target_count == 1
+
+
+def test_images_of_another_tool_are_not_removed(fleet, tmp_path):
+    there, image = tmp_path / "images", b'{"schemaVersion":2}'
+    blob = there / "blobs" / "sha256" / hashlib.sha256(image).hexdigest()
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(image)
+    (there / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+    of_image = {
+        "mediaType": MANIFEST_MEDIA_TYPE,
+        "digest": f"sha256:{blob.name}",
+        "size": len(image),
+    }
+    index = json.dumps({"schemaVersion": 2, "manifests": [of_image]})
+    (there / "index.json").write_text(index)
+    with fake_registry() as registry:
+        moved(fleet, f"oci://{registry.host}/fleet:v1")
+        for source in (fleet, f"oci://{registry.host}/fleet:v1"):
+            with pytest.raises(UsageError, match=r"images: .* what another tool wrote"):
+                moved(source, there)
+    assert blob.read_bytes() == image
+    assert (there / "index.json").read_text() == index
+    (there / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
+    moved(fleet, there)
+    moved(GOLDEN / "call", there)  # a bundle in place of another
 
 
 def test_tags_lead_to_bundles_and_are_removed(fleet):

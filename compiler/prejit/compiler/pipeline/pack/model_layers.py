@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Values = np.ndarray[Any, Any]
 _UNREAD_GENERATION: Mapping[str, int | None] = {
-    **dict.fromkeys(("begin_suppress_tokens", "bad_words_ids", "sequence_bias")),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids")),
     **dict.fromkeys(("exponential_decay_length_penalty", "stop_strings", "watermarking_config")),
     **dict.fromkeys(("constraints", "force_words_ids", "dola_layers", "token_healing", "top_h")),
