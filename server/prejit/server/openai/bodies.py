@@ -235,7 +235,7 @@ def decode(content: bytes, decoder: msgspec.json.Decoder[T], *, ignore_unknown: 
         raise
 
 
-def _choices(kind: inspect.Type, steps: Sequence[str]) -> Iterator[str | int]:
+def _choices(kind: inspect.Type, steps: Sequence[str]) -> Iterator[str | int | bool | None]:
     """Yield the values that a field may have, at a place in a value."""
     for each in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
         if isinstance(each, inspect.LiteralType) and not steps:

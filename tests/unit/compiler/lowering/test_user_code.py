@@ -295,7 +295,7 @@ def test_a_module_that_changes_itself_is_refused(tmp_path, new):
         lower(found)
         return
     with pytest.raises(
-        ManifestError, match=r"leaves its variables as they are, .* count$"
+        ManifestError, match=r"leaves its variables as they are, .* count\n"
     ) as caught:
         lower(found)
     assert ".eval()" in str(caught.value.hint)

@@ -103,7 +103,8 @@ def _counted(plain: Any, own: Any, counts: Callable[..., bool]) -> Any:
 def _is_free(stream: Any) -> bool:
     """Return whether `write` of a stream can be replaced: no program has set it on the stream itself."""
     own = getattr(stream, "__dict__", None)
-    is_plain = type(stream).__setattr__ is object.__setattr__  # tqdm's sets it elsewhere
+    setter: object = type(stream).__setattr__  # tqdm's sets it elsewhere
+    is_plain = setter is object.__setattr__
     return own is not None and is_plain and ("write" not in own or hasattr(own["write"], "calls"))
 
 

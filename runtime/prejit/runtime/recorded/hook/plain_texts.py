@@ -136,7 +136,7 @@ class _Writer:
         return f"{_name(kind)}({self.text(held, depth)})"
 
     def _function(self, function: types.FunctionType, depth: int) -> str:
-        held = [function.__defaults__, function.__kwdefaults__]
+        held: list[Any] = [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             try:
                 held.append(cell.cell_contents)
