@@ -40,9 +40,8 @@ def text_of(value: Any, *, without_libraries: bool = False) -> str:
     """
     writer = _Writer(without_libraries, frozenset())
     text = writer.text(value, _DEPTH)
-    if (
-        writer.may_hold_places
-    ):  # `id` of a value or module, as keys of caches and absl.flags have it
+    # `id` of a value or module, as keys of caches and absl.flags have it
+    if writer.may_hold_places:
         places = writer.texts.keys() | set(map(id, [*sys.modules.values()]))
         text = _Writer(without_libraries, places).text(value, _DEPTH)
     return text
@@ -114,9 +113,8 @@ class _Writer:
             return f"{name} {plain} {self.text(getattr(value, 'consts', None), depth)}"
         if value is os.environ:  # it has the orders of `prejit record` and `run`, too
             return name
-        if isinstance(
-            value, logging.Logger
-        ):  # it holds all others, and the hook reads those of jax
+        # It holds all others, and the hook reads those of jax.
+        if isinstance(value, logging.Logger):
             return f"{name} {value.name} {value.getEffectiveLevel()} {value.disabled}"
         attributes = attributes_of(value)
         held = self.text(attributes, depth) if attributes else _repr_of(value)
@@ -143,8 +141,9 @@ class _Writer:
             except ValueError:  # a function that is not defined yet
                 held.append(None)
         if not is_of_program(function.__module__):
-            # A trace makes a float of the number of steps that a schedule of optax holds.
-            held = [int(x) if type(x) is float and x and x.is_integer() else x for x in held]
+            if (function.__module__ or "").startswith("optax."):
+                # A trace makes a float of the number of steps that a schedule holds.
+                held = [int(x) if type(x) is float and x and x.is_integer() else x for x in held]
             if self._without_libraries:
                 held = [x for x in held if callable(x) or isinstance(x, (tuple, list, dict))]
         code = function.__code__
