@@ -12,9 +12,9 @@
 
 namespace prejit {
 
-// Bytes of a stream. The prefetcher needs streams of many pages: 8 streams of 2 KB read 25 GB/s, of 4 KB 38, of 16 KB 42;
-// with 128 KB one row reads 3 to 10 % more than with 16 (Zen 4). If rows are multiplied in
-// several passes, the next outputs of a stream are fetched ahead, but not its first.
+// Bytes of a stream. The prefetcher needs streams of many pages: 8 streams of 2 KB read 25 GB/s, of 4 KB 38, of 16 KB
+// 42; with 128 KB one row reads 3 to 10 % more than with 16 (Zen 4). If rows are multiplied in several passes, the next
+// outputs of a stream are fetched ahead, but not its first.
 constexpr int64_t kStreamBytes = 131072;
 
 // How far ahead weights are fetched in one pass of several rows: the arithmetic of a few vectors fills the reorder
@@ -22,8 +22,9 @@ constexpr int64_t kStreamBytes = 131072;
 constexpr int64_t kFetchBytes = 1536;
 
 // Returns the number of rows of weights that are read side by side. One stream has too few loads in flight: 8 streams
-// read 39 GB/s where one reads 31 (Zen 4, two cores); 6 read 2 to 5 % more than 8, and 4 rows have registers for 6. Several
-// rows need 12 sums, or FMAs wait for each other: 4 rows of int8 reach 77 of 104 GFLOP/s, with 8 sums 62 (Zen 3, one core).
+// read 39 GB/s where one reads 31 (Zen 4, two cores); 6 read 2 to 5 % more than 8, and 4 rows have registers for 6.
+// Several rows need 12 sums, or FMAs wait for each other: 4 rows of int8 reach 77 of 104 GFLOP/s, with 8 sums 62 (Zen 3,
+// one core).
 constexpr int streams_beside(int rows) {
   if (kRegisters == 32) return 6;
   return rows == 1 ? 8 : 12 / rows;
