@@ -14,7 +14,7 @@ from prejit.runtime.format.checks.seldom_parts import Chat
 
 _DEFAULT = "default"
 _TOKEN = re.compile(r"\b\w+_token\b")
-"""What may be the name of a special token in a template."""
+"""A name in a template that may be a special token's."""
 _GENERAL = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
 """Classes of tokenizers that have no special tokens by default."""
 

@@ -163,7 +163,9 @@ class CompletionLogprobLists:
         )
 
     def _pass(self, token_id: int, known: bytes) -> int:
-        """Return where a token begins in the text, or the character of which it is a part; go on behind it.
+        """Return where the next token begins in the text, in characters, and move behind it.
+
+        A token that is a part of a character begins where that character does.
 
         A prompt may spell special tokens out or not, and a tokenizer may put a space before it that the text
         does not have.

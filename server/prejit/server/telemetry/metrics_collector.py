@@ -8,11 +8,9 @@ docs/operations.md for those that somebody should watch.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, final, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
@@ -20,7 +18,6 @@ from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
-    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -33,6 +30,7 @@ from prejit.server.engine.histograms import HistogramValue
 from prejit.server.engine.memory import host_memory_bytes, host_memory_limit_bytes
 from prejit.server.served.served import CanaryShare, Outcome, State
 from prejit.server.served.served_adapters import adapters_of
+from prejit.server.telemetry.build_info import builds_metric
 
 if TYPE_CHECKING:
     from prejit.runtime.start_report import StartReport
@@ -423,7 +421,7 @@ class EngineCollector(Collector):
             for name in adapters_of(one.bundle)
         ]
         yield from _families([_ADAPTER_REQUESTS], ("model_name", "adapter"), adapted)
-        yield _builds_metric(served)
+        yield builds_metric(served)
         yield from _families([_START], ("model_name",), self._started(served, dict(each)))
 
     def _started(
@@ -463,44 +461,6 @@ def _families(
             elif value is not None:
                 family.add_metric(before, value)
         yield family
-
-
-def _builds_metric(served: Sequence[Served]) -> Metric:
-    """Return which bundles these are."""
-    family = InfoMetricFamily(
-        "prejit_build",
-        "What runs: model_name, bundle, digest, target, and versions of prejit, jax, jaxlib and cuda.",
-    )
-    for one in served:
-        family.add_metric((), _build(one))
-    return family
-
-
-def _build(served: Served) -> dict[str, str]:
-    """Return the labels of the info metric of one bundle."""
-    bundle = served.bundle
-    found = {
-        axis.name: axis.found
-        for verdict in bundle.verdicts
-        if verdict.target == bundle.target
-        for axis in verdict.axes
-    }
-    return {
-        "model_name": served.name,
-        "bundle": bundle.name,
-        "digest": bundle.digest,
-        "target": bundle.target,
-        "prejit": _version("prejit"),
-        "jax": _version("jax"),
-        "jaxlib": _version("jaxlib"),
-        "cuda": found.get("cuda", ""),
-    }
-
-
-@functools.cache
-def _version(package: str) -> str:
-    """Return the version of an installed package. To look for it takes a millisecond and leaves garbage."""
-    return metadata.version(package)
 
 
 def _has_answered(metrics: EngineMetrics) -> bool:

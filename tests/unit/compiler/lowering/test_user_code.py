@@ -316,7 +316,7 @@ twice = Layers([{"by": {"a": np.ones(3)}, "by.a": np.ones(3)}])
 
 
 def test_arrays_of_a_module_have_the_names_of_params(tmp_path):
-    """Those of a pytree and of an orbax checkpoint join the keys of all containers by dots."""
+    """A pytree and an orbax checkpoint name an array by the keys that lead to it, joined by dots."""
     save_file(dict.fromkeys(("parts.0.by", "parts.1"), np.ones(3)), tmp_path / "w.safetensors")
     manifest = MANIFEST.replace("[[target]]", 'params = "w.safetensors"\n[[target]]')
     found = project(tmp_path, LAYERS, manifest)

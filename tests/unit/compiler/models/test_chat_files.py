@@ -74,10 +74,8 @@ def test_templates_and_tokens_are_those_of_transformers(tmp_path, template, more
         ({"tokenizer_class": "Qwen2TokenizerFast", "eos_token": "<end>"}, "qwen2"),
         ({"tokenizer_class": "GPT2Tokenizer", "bos_token": None}, "gpt2"),
         ({"tokenizer_class": None}, "gpt2"),
-        (
-            {"tokenizer_class": "GPT2Tokenizer"},
-            "olmo2",
-        ),  # of which transformers takes a class without
+        # For olmo2 transformers takes another class, which has no tokens by default.
+        ({"tokenizer_class": "GPT2Tokenizer"}, "olmo2"),
         ({"tokenizer_class": "OwnTokenizer"}, "own"),
     ],
 )

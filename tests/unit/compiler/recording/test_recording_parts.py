@@ -276,7 +276,7 @@ def warned(record):
 
 
 class Tee:
-    """What people set as sys.stdout, to have a file with all that is printed."""
+    """A stream that people set as sys.stdout, so that a file gets all that is printed, too."""
 
     def __init__(self, stream):
         object.__setattr__(self, "stream", stream)

@@ -252,7 +252,7 @@ _MOST_BYTES = 1 << 20
 
 
 def _loggers() -> dict[str, Any]:
-    """Return what is set of loggers. Imports make others, of which nothing is set."""
+    """Return the settings of the loggers that have any: imports make others, which have none."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return {
         each.name: (each.level, each.propagate, each.disabled, [*map(id, each.handlers)])
