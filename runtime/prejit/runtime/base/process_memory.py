@@ -48,6 +48,25 @@ def peak_memory_bytes() -> int:
 _LIBRARY = ctypes.CDLL(None)
 
 
+_MADV_DONTNEED = 4
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def zero(address: int, size: int) -> None:
+    """Overwrite memory of the heap with zeros. Its whole pages take none until they are written (madvise(2))."""
+    first, last = -(-address // _PAGE_BYTES) * _PAGE_BYTES, (address + size) // _PAGE_BYTES * _PAGE_BYTES
+    if first < last and sys.platform.startswith("linux"):
+        mark = ctypes.c_uint8.from_address(first)
+        mark.value = 1
+        length = ctypes.c_size_t(last - first)
+        _LIBRARY.madvise(ctypes.c_void_p(first), length, _MADV_DONTNEED)
+        if not mark.value:  # pages that are locked, or of a file, stay as they are
+            ctypes.memset(address, 0, first - address)
+            ctypes.memset(last, 0, address + size - last)
+            return
+    ctypes.memset(address, 0, size)
+
+
 def give_back() -> None:
     """Give free memory back to the system (malloc_trim(3)).
 

@@ -26,6 +26,9 @@ from prejit.runtime.device.transfer import (
 from prejit.runtime.errors import BuildError, ExecutableError, PrejitError, UsageError
 from prejit.runtime.format.arrays import Array, Mesh
 
+_LARGE_BYTES = 4 << 20
+"""Zeros of so many bytes take memory when they are written: most of a large cache never is."""
+
 
 @final
 class Device:
@@ -132,8 +135,14 @@ class Device:
         """
         if self.cpu_sharding is None:
             return self.put(aligned_zeros(shape, dtype), sharding)
-        source = shared_zeros(dtype.itemsize * math.prod(shape)).view(dtype).reshape(shape)
-        return _jaxlib.copy_to_cpu(source, self.cpu_sharding, self._local[0])
+        size = dtype.itemsize * math.prod(shape)
+        source = shared_zeros(size).view(dtype).reshape(shape)
+        array = _jaxlib.copy_to_cpu(source, self.cpu_sharding, self._local[0])
+        if size >= _LARGE_BYTES:
+            from prejit.runtime.base import process_memory
+
+            process_memory.zero(to_numpy(array).ctypes.data, size)
+        return array
 
     def copy(self, array: np.ndarray[Any, Any], sharding: tuple[str, ...] = ()) -> DeviceArray:
         """Return a copy of the array in the device's own memory, where a program may write if it is donated.

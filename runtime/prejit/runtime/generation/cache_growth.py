@@ -40,11 +40,15 @@ class Growth:
         return self._allocation.advance()
 
     def moved(
-        self, old: KVCache, rows: Mapping[int, int], bucket: tuple[int, int] | None = None
+        self,
+        old: KVCache,
+        rows: Mapping[int, int],
+        bucket: tuple[int, int] | None = None,
+        counts: Mapping[int, int] | None = None,
     ) -> KVCache:
         """Return a cache whose rows are rows of an old one, in a bucket or else the next longer context.
 
-        `allocate` may have allocated a part of it before.
+        `allocate` may have allocated a part of it before. Rows and counts are those of `KVCache.copy_rows`.
         """
         batch, context = bucket or self.longer(old)
         while not self.allocate(batch, context):
@@ -52,7 +56,7 @@ class Growth:
         assert self._allocation is not None
         made, self._allocation = self._allocation, None
         cache = KVCache(self._decoder, batch, context, made.arrays())
-        cache.copy_rows(old, rows)
+        cache.copy_rows(old, rows, counts)
         return cache
 
     def longer(self, cache: KVCache) -> tuple[int, int]:

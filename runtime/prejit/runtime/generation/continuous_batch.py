@@ -9,6 +9,7 @@ needed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -27,8 +28,8 @@ PREFILL_TOKENS = 64
 """How many positions of prompts are computed between two decode steps, if nothing else is said."""
 _PREPARING_SECONDS = 0.01
 """If making room for prompts and copying what is cached of them takes longer, a decode step comes first."""
-_LONGEST_STALL_SECONDS = 1.0
-"""After so long without a decode step, no more than `prefill_tokens` positions are computed before it."""
+_LONGEST_STALL_SECONDS = 0.25
+"""If prompts take longer between two decode steps, no more than `prefill_tokens` positions are computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,7 @@ class Batch(Slots):
         # How many were computed since the last decode step, and how long that took.
         self._computed = 0
         self._stalled_seconds = 0.0
+        self._position_seconds = math.inf  # what a position of the last prompt took
 
     @property
     def entering(self) -> int:
@@ -188,7 +190,10 @@ class Batch(Slots):
     def _next(self, meanwhile: Callable[[], object], prefill_tokens: int | None) -> list[Token]:
         with self._lock:
             self._budget = self._prefill_tokens if prefill_tokens is None else prefill_tokens
-            if not any(self._rows):
+            if any(self._rows):
+                in_time = int(_LONGEST_STALL_SECONDS / self._position_seconds)
+                self._budget = min(self._budget, max(self._prefill_tokens, in_time))
+            else:
                 self._begin_turn()  # nobody waits
             if not self._pending:
                 self._compute_prompts()
@@ -263,7 +268,13 @@ class Batch(Slots):
                 if live:
                     assert cache is not None
                     rows = {new: slot for slot, new in moved.items()}
-                    self._cache = self._growing().moved(cache, rows, (batch, cache.context))
+                    counts = {
+                        new: len(self._held[slot].token_ids) if row is None else row.cached
+                        for new, slot in rows.items()
+                        for row in [self._rows[slot]]
+                    }
+                    bucket = batch, cache.context
+                    self._cache = self._growing().moved(cache, rows, bucket, counts)
             held = self._held if self._cache is not None else [CachedText() for _ in self._held]
             new_rows: list[Row | None] = [None] * batch
             new_held = [CachedText() for _ in range(batch)]
@@ -326,6 +337,9 @@ class Batch(Slots):
                 self._insertions.remove(insertion)
                 seconds = insertion.seconds + time.perf_counter() - started
                 self._enter(done.value, seconds, insertion.evicted)
+                usages = (member.row.usage for member in done.value.values())
+                if computed := sum(usage.computed_tokens for usage in usages):
+                    self._position_seconds = seconds / computed
                 return False
             finally:
                 seconds = time.perf_counter() - started

@@ -19,6 +19,9 @@ from prejit.runtime.format.names import DRAFT
 from prejit.runtime.programs.ready_programs import Programs
 from prejit.runtime.records import replace
 
+_LEAST_CHUNK = 32
+"""Prompts are cut into no smaller chunks: for fewer positions, reading the weights takes most of the time."""
+
 
 class DecoderPrograms:
     """The programs of a decoder by bucket. Safe to use from many threads.
@@ -33,6 +36,7 @@ class DecoderPrograms:
         is_rewindable: whether a row of a cache can go back to an earlier position.
         draft_tokens: the longest draft that the bundle can verify; 0 if it has no verify programs.
         draft: the programs of the bundle's draft model; None: it has none.
+        spares: caches of zeros by batch and context, whose pages take no memory (host_caches.py).
         paces: a `DraftPace` by where drafts come from: all batches of a bundle learn it together.
     """
 
@@ -61,6 +65,7 @@ class DecoderPrograms:
         self.contexts = sorted({context for _, context in self._decode})
         self.draft_tokens = max((p.bucket["draft"] for p in self._verify.values()), default=0)
         self.paces: dict[str, Any] = {}
+        self.spares: dict[tuple[int, int], list[DeviceArray]] = {}
         self.draft: DecoderPrograms | None = None
         if (draft := programs.config.draft) is not None and draft is not decoder:
             self.draft = DecoderPrograms(draft, programs)
@@ -134,6 +139,24 @@ class DecoderPrograms:
         programs = self._prefill[batch, context]
         ready = [program for program in programs if self.programs.ready(program.name)]
         return _fitting(ready or programs[:1], tokens)
+
+    def chunk_for(self, batch: int, context: int, tokens: int) -> ProgramEntry:
+        """Return the prefill program for the next of this many tokens: the one that pads the least in all.
+
+        A CPU takes as much more time as there are more positions, padding included. So 100 tokens are computed
+        as 64 and 36 of 64, rather than in 256. An accelerator takes them whole.
+        """
+        best = self.prefill_for(batch, context, tokens)
+        most = best.bucket["prompt"]
+        if self.device.platform != "cpu" or tokens >= most:
+            return best
+        for program in self._prefill[batch, context]:
+            size = program.bucket["prompt"]
+            positions = -(-tokens // size) * size
+            if _LEAST_CHUNK <= size < tokens and 1.2 * positions < most:
+                if self.programs.ready(program.name):
+                    best, most = program, positions
+        return best
 
     def prefills(self, batch: int, context: int) -> tuple[ProgramEntry, ...]:
         """Return the prefill programs of a bucket, the shortest first."""

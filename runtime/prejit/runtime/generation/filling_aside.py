@@ -9,6 +9,7 @@ import numpy as np
 
 from prejit.runtime.device.transfer import aligned_zeros, dtype_of
 from prejit.runtime.format.checks.program_interfaces import sized
+from prejit.runtime.generation import host_caches
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import Allocation, KVCache
 from prejit.runtime.generation.options import Request
@@ -75,11 +76,13 @@ def filling_aside(
     waiting = list(members)
     while waiting:
         group, waiting = waiting[:batch], waiting[batch:]
-        # A new cache for each group: a NaN that one group leaves would reach the next.
-        if decoder.source is None:
-            aside = yield from allocating(decoder, batch, context, limit)
-        else:
+        # An empty cache for each group: a NaN that one group leaves would reach the next.
+        if decoder.source is not None:
             aside = encode(decoder, context, [members[slot].row for slot in group])
+        elif (wiped := decoder.spares.pop((batch, context), None)) is not None:
+            aside = KVCache(decoder, batch, context, wiped)
+        else:
+            aside = yield from allocating(decoder, batch, context, limit)
         for place, slot in enumerate(group):
             if (prefix := members[slot].prefix) is not None:
                 aside.copy_rows(prefix.at(aside.context), {place: 0})
@@ -89,7 +92,8 @@ def filling_aside(
         yield from grow(context)
         if aside.context < cache().context:
             aside = aside.grown(cache().context)
-        cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)})
+        counts = {slot: len(members[slot].row.request.prompt) for slot in group}
+        cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)}, counts)
         if prefixes is not None:
             texts = {
                 place: CachedText(member.row.request.prompt, member.row.request.namespace)
@@ -97,6 +101,9 @@ def filling_aside(
                 if member.token is not None and member.token >= 0  # else it may hold NaN
             }
             prefixes.keep_aside(aside, texts)
+        if decoder.device.cpu_sharding is not None:
+            host_caches.wipe(aside.arrays)
+            decoder.spares[aside.batch, aside.context] = aside.arrays
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:

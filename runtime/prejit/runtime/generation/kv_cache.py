@@ -62,18 +62,26 @@ class KVCache:
         results, self.arrays = self._decoder.run(program, inputs, self.arrays)
         return results
 
-    def copy_rows(self, source: KVCache, rows: Mapping[int, int]) -> None:
+    def copy_rows(
+        self, source: KVCache, rows: Mapping[int, int], counts: Mapping[int, int] | None = None
+    ) -> None:
         """Overwrite rows with rows of another cache whose context is at most as long.
 
         Args:
             source: a cache of this batch or of the bundle's smallest batch; it does not change.
             rows: for each row of this cache to overwrite, the row of the source.
+            counts: for each of them, how many positions matter; None: all.
         """
         decoder = self._decoder
+        name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
+        if decoder.device.cpu_sharding is not None:
+            from prejit.runtime.generation import host_caches
+
+            host_caches.copy_rows(decoder.cache, source.arrays, self.arrays, rows, counts)
+            return
         place = np.full(self.batch, -1, np.int32)
         place[list(rows)] = list(rows.values())
         placed = decoder.device.put(place)
-        name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
         self.arrays = decoder.programs[name].run([*source.arrays, placed, *self.arrays])
 
     def grown(self, context: int) -> KVCache:

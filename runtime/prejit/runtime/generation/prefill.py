@@ -130,7 +130,7 @@ def _next_program(
     wanted, most = int(left.max()), limit()
     if most is not None:
         wanted = min(wanted, max(1, most // cache.batch))
-    return decoder.prefill_for(cache.batch, cache.context, wanted)
+    return decoder.chunk_for(cache.batch, cache.context, wanted)
 
 
 def whole(work: Generator[int, None, Made]) -> Made:

@@ -241,8 +241,8 @@ class FairQueue(Generic[_Item]):
                 del self._clients[name]
 
 
-_MOST_TIMES = 4
-"""However many prompts wait, a text that runs waits for at most so many times the usual positions."""
+_PROMPT_WEIGHT = 4
+"""A prompt that waits counts as much as so many texts that run: a person waits for the first token."""
 _CALL_TIMES = 2
 """Prompts that are computed in one call have at most so many times the usual positions together. Larger calls
 save little on a CPU, and the first of them would wait for all."""
@@ -254,11 +254,12 @@ def positions_between(
     """Return how many positions of prompts to compute before the next decode step.
 
     A decode step makes each waiting prompt wait, a prompt each text that runs. So a step computes more of
-    the prompts if more of them wait than texts run, and all of them if none runs. No client's texts wait for
-    more prompts of the others than they do for their own: one that sends very many would else stop the rest.
+    the prompts the more of them wait beside few texts, and all of them if no text runs (a batch limits the
+    time that it takes). No client's texts wait for more prompts of the others than they do for their own: one
+    that sends very many would else stop the rest.
 
     Args:
-        prefill_tokens: how many it is if no more prompts wait than texts run.
+        prefill_tokens: how many it is if few prompts wait.
         waiting: how many prompts of each client could be computed now: those that have slots, and those for
             free ones.
         running: how many texts of each client run.
@@ -266,7 +267,7 @@ def positions_between(
     if not running:
         return sys.maxsize
     times = min(waiting.get(client, 0) / texts for client, texts in running.items())
-    return int(prefill_tokens * min(max(1.0, times), _MOST_TIMES))
+    return int(prefill_tokens * max(1.0, _PROMPT_WEIGHT * times))
 
 
 def positions_of_call(prefill_tokens: int, between: int) -> int:

@@ -128,16 +128,16 @@ EVERYTHING = sys.maxsize
     ("waiting", "running", "positions", "of_call"),
     [
         # Running texts wait for few positions if few prompts wait.
-        ({"": 8}, {"": 8}, 64, 64),
+        ({"": 2}, {"": 8}, 64, 64),
         ({"": 0}, {"": 1}, 64, 64),
         # More is computed the more prompts wait beside few texts. Those computed together do not make them
         # wait for more than two times the usual.
-        ({"": 6}, {"": 4}, 96, 96),
-        ({"": 12}, {"": 4}, 192, 128),
-        ({"": 100}, {"": 4}, 256, 128),
+        ({"": 3}, {"": 8}, 96, 96),
+        ({"": 8}, {"": 8}, 256, 128),
+        ({"": 100}, {"": 4}, 6400, 128),
         # A client does not wait for the many prompts of another.
         ({"many": 100}, {"few": 1}, 64, 64),
-        ({"many": 100, "few": 3}, {"few": 2, "many": 1}, 96, 96),
+        ({"many": 100, "few": 3}, {"few": 8, "many": 1}, 96, 96),
         # All are computed before a step that would decode nothing.
         ({"": 100}, {}, EVERYTHING, 128),
     ],
