@@ -14,6 +14,7 @@ from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks.program_table import check_weight_sets
 from prejit.runtime.format.names import (
+    DRAFT,
     EXECUTABLES_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
@@ -266,10 +267,12 @@ class LoadedBundle(OneProcess):
         programs.answer()
 
     def prepare(self, *names: str) -> None:
-        """Make these programs ready now, or all. Otherwise each becomes ready when it is first used.
+        """Make these programs ready now, or all that run here. Others become ready when they are first used.
 
         Raises:
             RejectError: a program is damaged.
         """
-        for name in names or self._programs.table:
-            self._programs[name]
+        programs = self._programs
+        rests = ("copy", f"{DRAFT}copy") if programs.device.copies_rows else ()
+        for name in names or [n for n, each in programs.table.items() if each.kind not in rests]:
+            programs[name]

@@ -46,23 +46,22 @@ def peak_memory_bytes() -> int:
 
 
 _LIBRARY = ctypes.CDLL(None)
-
-
 _MADV_DONTNEED = 4
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def zero(address: int, size: int) -> None:
-    """Overwrite memory of the heap with zeros. Its whole pages take none until they are written (madvise(2))."""
-    first, last = -(-address // _PAGE_BYTES) * _PAGE_BYTES, (address + size) // _PAGE_BYTES * _PAGE_BYTES
+    """Overwrite memory with zeros. Its whole pages are free until they are written (madvise(2))."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    end = address + size
+    first, last = -(-address // page) * page, end // page * page
     if first < last and sys.platform.startswith("linux"):
         mark = ctypes.c_uint8.from_address(first)
         mark.value = 1
-        length = ctypes.c_size_t(last - first)
-        _LIBRARY.madvise(ctypes.c_void_p(first), length, _MADV_DONTNEED)
-        if not mark.value:  # pages that are locked, or of a file, stay as they are
+        pages = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
+        _LIBRARY.madvise(*pages, _MADV_DONTNEED)
+        if not mark.value:  # pages that are locked, or that processes share, keep what they hold
             ctypes.memset(address, 0, first - address)
-            ctypes.memset(last, 0, address + size - last)
+            ctypes.memset(last, 0, end - last)
             return
     ctypes.memset(address, 0, size)
 

@@ -94,6 +94,11 @@ class Device:
         self._lock = threading.Lock()
 
     @property
+    def copies_rows(self) -> bool:
+        """Whether the host copies rows of caches (host_caches.py), so that no program of a bundle does."""
+        return self.cpu_sharding is not None
+
+    @property
     def first(self) -> Any:
         """The device of the client, the first one of a mesh; a jax.Device if the client is jax's."""
         return self._local[0]

@@ -78,9 +78,9 @@ class Growth:
             return
         if 2 * longest > context and self._prepared != context:
             self._prepared = context
-            decoder, copied = self._decoder, (cache.batch, context, *longer)
-            copy, decode = decoder.copy_for(*copied).name, decoder.decode_for(*longer).name
-            decoder.programs.prepare(copy, decode)
+            decoder = self._decoder
+            copies = decoder.copying((cache.batch, context), longer)
+            decoder.programs.prepare(*copies, decoder.decode_for(*longer).name)
         is_near = context - longest < _TOKENS_PER_PIECE * piece_count(self._decoder, *longer)
         if is_near and (begun or self._allocation is None):  # a move to another batch comes first
             self.allocate(*longer)

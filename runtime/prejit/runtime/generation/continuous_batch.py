@@ -228,7 +228,7 @@ class Batch(Slots):
                 return False
             programs = self._decoder.programs
             needed = (
-                self._decoder.copy_for(cache.batch, cache.context, batch, cache.context).name,
+                *self._decoder.copying((cache.batch, cache.context), (batch, cache.context)),
                 self._decoder.decode_for(batch, cache.context).name,
             )
             missing = [name for name in needed if not programs.ready(name)]

@@ -21,6 +21,8 @@ from prejit.runtime.records import replace
 
 _LEAST_CHUNK = 32
 """Prompts are cut into no smaller chunks: for fewer positions, reading the weights takes most of the time."""
+_LESS_PADDING = 0.8
+"""A prompt is cut where that computes less than this share of the positions: larger chunks run faster."""
 
 
 class DecoderPrograms:
@@ -141,22 +143,22 @@ class DecoderPrograms:
         return _fitting(ready or programs[:1], tokens)
 
     def chunk_for(self, batch: int, context: int, tokens: int) -> ProgramEntry:
-        """Return the prefill program for the next of this many tokens: the one that pads the least in all.
+        """Return the prefill program for the next of so many tokens: the one that pads them the least in all.
 
-        A CPU takes as much more time as there are more positions, padding included. So 100 tokens are computed
-        as 64 and 36 of 64, rather than in 256. An accelerator takes them whole.
+        The time on a CPU grows with the positions, those of padding too. So 100 tokens are computed as 64 and
+        36 in a program of 64, rather than in one of 256. An accelerator takes them whole.
         """
-        best = self.prefill_for(batch, context, tokens)
-        most = best.bucket["prompt"]
-        if self.device.platform != "cpu" or tokens >= most:
-            return best
-        for program in self._prefill[batch, context]:
-            size = program.bucket["prompt"]
-            positions = -(-tokens // size) * size
-            if _LEAST_CHUNK <= size < tokens and 1.2 * positions < most:
-                if self.programs.ready(program.name):
-                    best, most = program, positions
-        return best
+        whole = self.prefill_for(batch, context, tokens)
+        size = whole.bucket["prompt"]
+        if self.device.platform != "cpu" or tokens >= size:
+            return whole
+        shorter = {  # by how many positions they compute
+            -(-tokens // each.bucket["prompt"]) * each.bucket["prompt"]: each
+            for each in self._prefill[batch, context]
+            if _LEAST_CHUNK <= each.bucket["prompt"] < tokens and self.programs.ready(each.name)
+        }
+        least = min(shorter, default=size)
+        return shorter[least] if least < _LESS_PADDING * size else whole
 
     def prefills(self, batch: int, context: int) -> tuple[ProgramEntry, ...]:
         """Return the prefill programs of a bucket, the shortest first."""
@@ -202,6 +204,10 @@ class DecoderPrograms:
             hint="every decoder copies caches of its smallest batch to the others, and to longer contexts",
         )
 
+    def copying(self, source: tuple[int, int], to: tuple[int, int]) -> tuple[str, ...]:
+        """Return the program that such a copy runs, unless the host copies; both are (batch, context)."""
+        return () if self.device.copies_rows else (self.copy_for(*source, *to).name,)
+
     def can_copy(self, source: tuple[int, int], to: tuple[int, int]) -> bool:
         """Return whether rows of a cache can be copied into another; both are (batch, context)."""
         return (*source, *to) in self._copy
@@ -216,11 +222,9 @@ class DecoderPrograms:
         smaller = self.batches[0] if rows is None else rows
         if not self.can_copy((smaller, context), (batch, context)):
             return False
-        programs = (
-            self.prefill_for(smaller, context, tokens),
-            self.copy_for(smaller, context, batch, context),
-        )
-        return all(self.programs.ready(program.name) for program in programs)
+        prefill = self.prefill_for(smaller, context, tokens).name
+        copies = self.copying((smaller, context), (batch, context))
+        return all(map(self.programs.ready, (prefill, *copies)))
 
     # ------------------------------------------------------------------ ready before they are needed
 

@@ -128,7 +128,8 @@ class DraftModel:
         wanted = [decoder.decode_for(batch, context).name, *filter(None, names)]
         if cache is not None:
             passed = [each for each in decoder.contexts if cache.context <= each <= context]
-            wanted += [decoder.copy_for(batch, a, batch, b).name for a, b in pairwise(passed)]
+            for shorter, longer in pairwise(passed):
+                wanted += decoder.copying((batch, shorter), (batch, longer))
         ready = decoder.programs.obtained()
         missing = {name for name in wanted if name not in ready}
         if new := missing - self._asked:

@@ -101,7 +101,7 @@ def filling_aside(
                 if member.token is not None and member.token >= 0  # else it may hold NaN
             }
             prefixes.keep_aside(aside, texts)
-        if decoder.device.cpu_sharding is not None:
+        if decoder.device.copies_rows:
             host_caches.wipe(aside.arrays)
             decoder.spares[aside.batch, aside.context] = aside.arrays
 

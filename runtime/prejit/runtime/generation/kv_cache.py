@@ -74,7 +74,7 @@ class KVCache:
         """
         decoder = self._decoder
         name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
-        if decoder.device.cpu_sharding is not None:
+        if decoder.device.copies_rows:
             from prejit.runtime.generation import host_caches
 
             host_caches.copy_rows(decoder.cache, source.arrays, self.arrays, rows, counts)

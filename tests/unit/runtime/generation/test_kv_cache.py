@@ -3,15 +3,20 @@
 import numpy as np
 import pytest
 
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
 
 from .batches import filled, values
 
 
+@pytest.mark.parametrize("by_host", [True, False])
 @pytest.mark.parametrize(
     ("batch", "context", "rows"), [(3, 24, {0: 2, 2: 1}), (1, 72, {0: 0, 1: 0})]
 )
-def test_rows_are_copied_to_their_slots_and_the_others_stay(bundle, batch, context, rows):
+def test_rows_are_copied_to_their_slots_and_the_others_stay(
+    bundle, batch, context, rows, by_host, monkeypatch
+):
+    monkeypatch.setattr(Device, "copies_rows", by_host)
     source, target = filled(bundle, batch, context), filled(bundle, 3, 72, offset=7)
     given, expected = values(source), values(target)
     target.copy_rows(source, rows)
@@ -21,6 +26,15 @@ def test_rows_are_copied_to_their_slots_and_the_others_stay(bundle, batch, conte
         np.testing.assert_array_equal(new, old)
     for now, then in zip(values(source), given, strict=True):
         np.testing.assert_array_equal(now, then)
+
+
+def test_the_host_copies_the_positions_that_count(bundle):
+    source, target = filled(bundle, 3, 24), filled(bundle, 3, 72, offset=7)
+    expected = values(target)
+    target.copy_rows(source, {0: 2, 1: 0}, {0: 5, 1: 24})
+    for new, old, copied in zip(values(target), expected, values(source), strict=True):
+        old[0, :, :5], old[1, :, :24] = copied[2, :, :5], copied[0]
+        np.testing.assert_array_equal(new, old)
 
 
 def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle):

@@ -180,3 +180,22 @@ def expected(bundle):
         return ids(finish(batch)[0])
 
     return find
+
+
+def test_a_prompt_is_cut_where_that_pads_less(wide_dir, monkeypatch):
+    wide = load(wide_dir, on_mismatch="error")
+
+    def first():
+        batch = Batch(wide.decoder, 1)
+        batch.insert(request(TEXT[:4], 6))
+        found = finish(batch)[0]
+        return ids(found), next(iter(found[0].usage.programs))
+
+    whole, program = first()
+    assert program == "prefill/b1-t10-c24"
+    monkeypatch.setattr("prejit.runtime.generation.decoder_programs._LEAST_CHUNK", 3)
+    sizes = {t: wide.decoder.chunk_for(1, 24, t).bucket["prompt"] for t in (2, 3, 4, 7, 10, 12)}
+    assert sizes == {2: 3, 3: 3, 4: 3, 7: 10, 10: 10, 12: 10}  # 4 in two of 3, but not 7 in three
+    assert first() == (whole, "prefill/b1-t3-c24")
+    monkeypatch.setattr(wide.decoder.device, "platform", "cuda")
+    assert wide.decoder.chunk_for(1, 24, 4).bucket["prompt"] == 10
