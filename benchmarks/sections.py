@@ -288,7 +288,7 @@ def llama(run: Run) -> tuple[list[Table], list[Target]]:
         Work("generate", "llama-1b", dtypes=_NARROW),
         (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
         [],
-        workload.llama_bytes,
+        partial(workload.llama_bytes, workload.LLAMA_1B),
     )
 
 
@@ -296,6 +296,19 @@ def qwen3(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure a model of half a billion parameters, with a large vocabulary."""
     title = "Qwen3 0.6B's shape, batch 1, 32 tokens in, 64 out"
     return _of_family(run, "qwen3", "qwen3-600m", title)
+
+
+def llama_3b(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure a model of three billion parameters."""
+    return beside_peers(
+        run,
+        "llama-3b",
+        "Llama's shape with 3.2 billion parameters, batch 1, 32 tokens in, 64 out",
+        Work("generate", "llama-3b", dtypes=_NARROW),
+        (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
+        [],
+        partial(workload.llama_bytes, workload.LLAMA_3B),
+    )
 
 
 def mixture(run: Run) -> tuple[list[Table], list[Target]]:
@@ -356,6 +369,7 @@ SECTIONS: dict[str, Section] = {
     "prefill": prefill,
     "encoder": encoder,
     "llama": llama,
+    "llama-3b": llama_3b,
     "qwen3": qwen3,
     "mixture": mixture,
     "hybrid": hybrid,

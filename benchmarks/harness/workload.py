@@ -130,10 +130,10 @@ def decode_bytes(dtype: str = "float32") -> int:
     return _matrix_bytes(dtype, LAYERS * 12 * WIDTH * WIDTH, VOCABULARY * WIDTH) + 4 * vectors
 
 
-def llama_bytes(dtype: str) -> int:
-    """Return the bytes of matrices that one decode step of LLAMA_1B must read."""
-    head = LLAMA_1B.vocabulary * LLAMA_1B.width
-    return _matrix_bytes(dtype, LLAMA_1B.matrix_weights - head, head)
+def llama_bytes(sizes: Llama, dtype: str) -> int:
+    """Return the bytes of matrices that one decode step of a model must read."""
+    head = sizes.vocabulary * sizes.width
+    return _matrix_bytes(dtype, sizes.matrix_weights - head, head)
 
 
 def _matrix_bytes(dtype: str, weights: int, head: int) -> int:

@@ -221,7 +221,7 @@ def child(python: str, script: str, work: Work, path: str, *more: str) -> Comman
 
 _GPT2 = frozenset({("generate", "gpt2"), ("prefill", "gpt2")})
 _LLAMA = frozenset({("generate", "llama-1b"), ("prefill", "llama-1b")})
-_FAMILIES = frozenset(("generate", name) for name in FAMILY_MODELS)
+_FAMILIES = frozenset(("generate", name) for name in ("llama-3b", *FAMILY_MODELS))
 _MINILM = frozenset({("encode", "minilm")})
 
 ENTRANTS = (

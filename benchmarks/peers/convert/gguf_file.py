@@ -14,6 +14,7 @@ order of the rotary rows.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -85,10 +86,11 @@ def write(model: Path, output: Path, kind: str) -> None:
     _add_tokens(writer, config["vocab_size"])
     # GPT-2's weights (out, in) lie beside its directory.
     is_gpt2 = config["model_type"] == "gpt2"
-    source = model.with_suffix(".safetensors") if is_gpt2 else model / "model.safetensors"
+    sources = [model.with_suffix(".safetensors")] if is_gpt2 else model.glob("*.safetensors")
     types = gguf.GGMLQuantizationType
     quantized = {"bf16": types.BF16, "q8_0": types.Q8_0, "q4_0": types.Q4_0}
-    for target, values in named(source, config):
+    found = itertools.chain.from_iterable(named(source, config) for source in sorted(sources))
+    for target, values in found:
         if kind == "f32" or values.ndim == 1 or target.endswith(_KEPT):
             writer.add_tensor(target, np.ascontiguousarray(values))
         else:
