@@ -292,6 +292,28 @@ def llama(run: Run) -> tuple[list[Table], list[Target]]:
     )
 
 
+def long_prompts(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure texts that go on after long prompts."""
+    found = [
+        beside_peers(
+            run,
+            f"llama-1b, after {tokens}",
+            f"Llama's shape with 1.24 billion parameters, {tokens} tokens in, 64 out",
+            Work(
+                "generate",
+                "llama-1b",
+                dtypes=_NARROW,
+                tokens=tokens,
+                engines=("prejit", "llama.cpp"),
+            ),
+            (FIRST, DECODE, RSS),
+            [Goal(DECODE, dtype, 1.0) for dtype in _NARROW],
+        )
+        for tokens in workload.LONG_PROMPTS
+    ]
+    return _joined(found)
+
+
 def qwen3(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure a model of half a billion parameters, with a large vocabulary."""
     title = "Qwen3 0.6B's shape, batch 1, 32 tokens in, 64 out"
@@ -370,6 +392,7 @@ SECTIONS: dict[str, Section] = {
     "encoder": encoder,
     "llama": llama,
     "llama-3b": llama_3b,
+    "long-prompts": long_prompts,
     "qwen3": qwen3,
     "mixture": mixture,
     "hybrid": hybrid,

@@ -58,7 +58,7 @@ class Llama:
         return self.layers * layer + self.vocabulary * self.width
 
 
-LLAMA_1B = Llama(16, 2048, 32, 8, 8192, 128256, 2048)
+LLAMA_1B = Llama(16, 2048, 32, 8, 8192, 128256, 131072)
 """The shape of Llama 3.2 1B: 1.24 billion parameters."""
 LLAMA_3B = Llama(28, 3072, 24, 8, 8192, 128256, 2048)
 """The shape of Llama 3.2 3B."""
@@ -70,6 +70,8 @@ LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
 """Tokens of the main rows. CONTEXT is the length of the KV cache of both JAX and prejit."""
 PREFILL_TOKENS, PREFILL_RUNS = 512, 7
+LONG_PROMPTS = (4000, 16000)
+"""Tokens of long prompts. prejit computes them in chunks of PREFILL_TOKENS, as llama.cpp does."""
 SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
 """Tokens of a short request, those of a published guide to KV caches in JAX."""
 WARM_REQUESTS, WARM_SECONDS = 2, 3.0

@@ -31,10 +31,11 @@ class Work:
     """The work of a section, which every entrant does.
 
     Attributes:
-        job: `generate` (32 tokens in, 64 out), `prefill` (512 in) or `encode`.
+        job: `generate` (64 tokens out), `prefill` (512 in) or `encode`.
         model: `gpt2`, `llama-1b`, `minilm`, or a name in family_models.py.
         batch: number of rows that run together.
         dtypes: dtypes of the weights that are compared.
+        tokens: length of the prompts that `generate` begins with.
         engines: beginnings of the names of those that take part; empty: all.
     """
 
@@ -42,11 +43,14 @@ class Work:
     model: str
     batch: int = 1
     dtypes: tuple[str, ...] = tuple(workload.BYTES)
+    tokens: int = workload.PROMPT_TOKENS
     engines: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of the child process: the batch, unless it is 1."""
+        """Options of the child process: the batch and the tokens of a prompt, unless they are the usual."""
+        if self.tokens != workload.PROMPT_TOKENS:
+            return str(self.batch), str(self.tokens)
         return (str(self.batch),) if self.batch > 1 else ()
 
 
@@ -93,10 +97,16 @@ def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, 
             {"batch": (1,), "prompt": (length,), "context": (2 * length,)},
             f"{name}-prefill",
         )
+    elif work.tokens != workload.PROMPT_TOKENS:
+        context = work.tokens + 2 * workload.NEW_TOKENS
+        sizes = {"batch": (1,), "prompt": (workload.PREFILL_TOKENS,), "context": (context,)}
+        name = f"{name}-after-{work.tokens}"
     elif work.batch > 1:
         sizes, name = {**sizes, "batch": (work.batch,)}, f"{name}-batch-{work.batch}"
     path = bench.built(name, work.model, dtype, sizes)
-    return ("peers/prejit_child.py", work.job, path, *work.options), bench.prejit
+    batch, *tokens = work.options or ("",)
+    options = (batch, str(workload.VOCABULARY), *tokens) if tokens else work.options
+    return ("peers/prejit_child.py", work.job, path, *options), bench.prejit
 
 
 def encoder_bundle(bench: Bench, dtype: str, shapes: Sequence[tuple[int, int]]) -> str:

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level binding: how a Python user gets the most of it.
 
-    peers/llama_cpp_child.py generate MODEL.gguf [BATCH]     32 tokens in, 64 out
-    peers/llama_cpp_child.py prefill  MODEL.gguf             512 tokens in, again and again
+    peers/llama_cpp_child.py generate MODEL.gguf [BATCH [TOKENS]]    32 tokens in, 64 out
+    peers/llama_cpp_child.py prefill  MODEL.gguf                     512 tokens in, again and again
 
 Weights are mapped; the cache has 16 bits, with float32 weights 32, like that of all rows. llama.cpp pads its
 context to 256 positions.
@@ -53,10 +53,17 @@ class Decoder:
         sizes.type_k = sizes.type_v = FLOAT32_CACHE if "f32" in path else FLOAT16_CACHE
         self._context = llama.llama_init_from_model(self._model, sizes)
         assert self._context, path
-        self._batch = llama.llama_batch_init(sizes.n_batch, 0, 1)
+        self._most = sizes.n_batch
+        self._batch = llama.llama_batch_init(self._most, 0, 1)
 
     def run(self, rows: list[list[int]], start: int) -> list[int]:
-        """Run new tokens of each row at positions from `start`; return each row's most likely next one."""
+        """Run new tokens of each row at positions from `start`; return each row's most likely next one.
+
+        The tokens of one row may be more than a batch of llama.cpp takes at once.
+        """
+        while len(rows) == 1 and len(rows[0]) > self._most:
+            self.run([rows[0][: self._most]], start)
+            rows, start = [rows[0][self._most :]], start + self._most
         batch, count = self._batch, 0
         ends = []
         for row, tokens in enumerate(rows):
@@ -80,13 +87,13 @@ class Decoder:
         llama.llama_memory_clear(llama.llama_get_memory(self._context), False)
 
 
-def generate(path: str, batch: int) -> Iterator[int]:
+def generate(path: str, batch: int, length: int) -> Iterator[int]:
     """Yield greedy tokens of the first row."""
-    decoder = Decoder(path, batch, workload.CONTEXT)
-    tokens = decoder.run(workload.prompts(workload.PROMPT_TOKENS, batch), 0)
+    decoder = Decoder(path, batch, length + workload.NEW_TOKENS)
+    tokens = decoder.run(workload.prompts(length, batch), 0)
     yield tokens[0]
     for step in range(workload.NEW_TOKENS - 1):
-        tokens = decoder.run([[token] for token in tokens], workload.PROMPT_TOKENS + step)
+        tokens = decoder.run([[token] for token in tokens], length + step)
         yield tokens[0]
 
 
@@ -103,8 +110,8 @@ def prefill(path: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     job, path, *size = sys.argv[1:]
-    batch = int(size[0]) if size else 1
+    batch, length = map(int, (*size, *("1", str(workload.PROMPT_TOKENS))[len(size) :]))
     if job == "generate":
-        workload.say_last(**workload.stream(generate(path, batch), batch))
+        workload.say_last(**workload.stream(generate(path, batch, length), batch))
     else:
         workload.say_last(**prefill(path))

@@ -1,8 +1,8 @@
 """The work of a row, from a bundle.
 
-    peers/prejit_child.py generate BUNDLE [BATCH [VOCABULARY]]     32 tokens in, 64 out
-    peers/prejit_child.py prefill  BUNDLE [TOKENS [VOCABULARY]]    512 tokens in, again and again
-    peers/prejit_child.py requests BUNDLE                          4 tokens in, 15 out, again and again
+    peers/prejit_child.py generate BUNDLE [BATCH [VOCABULARY [TOKENS]]]   32 tokens in, 64 out
+    peers/prejit_child.py prefill  BUNDLE [TOKENS [VOCABULARY]]           512 tokens in, repeatedly
+    peers/prejit_child.py requests BUNDLE                                 4 tokens in, 15 out, repeatedly
 
 A bundle that does not match this machine is an error: nothing may be compiled. Only what is public is used,
 so that before_after.py can run it on any state of the runtime.
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     from benchmarks.harness import workload  # loading comes first, as in a server
 
     print("LOADED", flush=True)
-    size, vocabulary = map(int, (*more, *("0", "0")[len(more) :]))
+    size, vocabulary, length = map(int, (*more, *("0", "0", "0")[len(more) :]))
     vocabulary = vocabulary or workload.VOCABULARY
     if job == "prefill":
         facts = workload.prefill(
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     else:
         rows = [
             [token % vocabulary for token in prompt]
-            for prompt in workload.prompts(workload.PROMPT_TOKENS, size or 1)
+            for prompt in workload.prompts(length or workload.PROMPT_TOKENS, size or 1)
         ]
         count = workload.NEW_TOKENS
         stream = batch_tokens(bundle, rows, count) if size > 1 else tokens(bundle, rows[0], count)

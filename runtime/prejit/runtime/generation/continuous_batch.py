@@ -154,15 +154,16 @@ class Batch(Slots):
             if self._cache is not None:
                 context = max(context, self._cache.context)
             decoder, most = self._decoder, min(count, self.free)
-            for rows in reversed([size for size in decoder.batches if 1 < size <= most]):
+            smallest = decoder.batches[0]  # its rows are computed for one prompt, too
+            for rows in reversed([n for n in decoder.batches if 1 < n <= max(most, smallest)]):
                 size = decoder.prefill_for(rows, context, prompt_tokens).bucket["prompt"]
-                if prompt_tokens > size or rows * size > positions:
+                if prompt_tokens > size or (rows > smallest and rows * size > positions):
                     continue
-                is_aside = rows <= max(self._together, decoder.batches[0]) and rows < self.slots
+                is_aside = rows <= max(self._together, smallest) and rows < self.slots
                 if rows == self.slots or (
                     is_aside and decoder.can_fill_aside(self.slots, context, size, rows)
                 ):
-                    return rows, size
+                    return min(rows, most), size
             return 1, prompt_tokens
 
     def step(

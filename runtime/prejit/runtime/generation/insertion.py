@@ -205,12 +205,12 @@ def _aside_batch(
     """Return the batch in which prompts are computed before they are copied; None: they are not.
 
     A prefill in place computes every row of the batch, idle ones included. It is the better way for half
-    of the rows or more that no smaller batch takes together.
+    of the rows or more that no smaller batch takes together: one by one, they read the weights each time.
     """
     longest = max((len(member.row.request.prompt) for member in waiting.values()), default=0)
-    most = min(len(waiting), together)
     smallest = decoder.batches[0]
-    for rows in reversed([size for size in decoder.batches if smallest < size <= most]):
+    most = max(min(len(waiting), together), smallest)
+    for rows in reversed([size for size in decoder.batches if 1 < size <= most]):
         computed = -(-len(waiting) // rows) * rows
         if computed < batch and decoder.can_fill_aside(batch, context, longest, rows):
             return rows
