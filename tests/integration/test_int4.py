@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.extent import cases
 from tests.manifests import encoder_manifest, write_manifest
-from tests.parity.encoder_family_cases import WIDE_REFERENCE, wide_cases
+from tests.parity.encoder_family_cases import WIDE_REFERENCE, add_pooling, wide_cases
 from tests.parity.few_bits_cases import GPTQ, FewBits
 from tests.parity.test_encoder_parity import write
 
@@ -171,10 +171,6 @@ def test_a_build_rounds_matrices_again_or_does_not_say_what_it_kept(run, tmp_pat
         assert said["token_ids"] == [*bundle.generate([5, 6, 7], max_new_tokens=6).token_ids]
 
 
-MODULES = [
-    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-]
 WIDE = {case.name: case for case in wide_cases()}
 
 
@@ -186,10 +182,7 @@ WIDE = {case.name: case for case in wide_cases()}
 def test_an_encoder_in_few_bits_keeps_its_cosine(run, tmp_path, name, dtype):
     case, model = WIDE[name], tmp_path / "model"
     write(case, model)
-    (model / "modules.json").write_text(json.dumps(MODULES))
-    (model / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
-    (model / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    add_pooling(model)
     stored = f'dtype = "{dtype}"'
     manifest = encoder_manifest(tmp_path / "m.toml", "shapes = [[4, 32]]", model=stored)
     built = run("build", manifest, "-o", tmp_path, "--json", quick=True)

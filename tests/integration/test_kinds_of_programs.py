@@ -197,25 +197,6 @@ def test_a_function_is_compared_with_what_it_closes_over_by_now(tmp_path, build_
     assert ours.stats().loaded == ("use/n2-c=0",)
 
 
-@pytest.mark.thorough
-def test_another_process_finds_equal_static_values(static_bundle, run_python, tmp_path):
-    code = f"""
-import json, sys
-sys.path[:0] = {sys.path!r}
-from {__name__} import STATIC, X, jit, load, use
-
-bundle = load(sys.argv[1], on_mismatch="error")
-results = {{}}
-for name, (c, _) in STATIC.items():
-    function = jit(use, bundle=bundle, name=name, static_argnames="c", on_miss="error")
-    results[name] = [str(each) for each in function(X, c)]
-print(json.dumps(results))
-"""
-    done = run_python(code, static_bundle, env={"PYTHONHASHSEED": "7"})
-    for name, found in json.loads(done.stdout).items():
-        assert found == [str(each) for each in use(X, STATIC[name][0])], name
-
-
 def test_a_method_whose_object_is_static(tmp_path, build_cache):
     def bundled(k):
         function = jit(ByIdentity.scaled, bundle=path, static_argnums=0, name="scaled")
@@ -399,22 +380,28 @@ def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
 
 
 @pytest.mark.thorough
-def test_another_process_finds_functions_that_hold_the_same(state_bundle, run_python):
+def test_another_process_finds_equal_static_values_and_functions(
+    static_bundle, state_bundle, run_python
+):
     code = f"""
 import json, sys
 sys.path[:0] = {sys.path!r}
-from {__name__} import STATE, X, jit
+from {__name__} import STATE, STATIC, X, jit, load, use
 
-loaded = {{}}
+results, loaded, bundle = {{}}, {{}}, load(sys.argv[1], on_mismatch="error")
+for name, (c, _) in STATIC.items():
+    function = jit(use, bundle=bundle, name=name, static_argnames="c", on_miss="error")
+    results[name] = [str(each) for each in function(X, c)]
 for name, (make, _) in STATE.items():
-    function = jit(make(float(sys.argv[2])), bundle=sys.argv[1], name=name)
-    function(X)
-    loaded[name] = function.stats().loaded
-print(json.dumps(loaded))
+    functions = [jit(make(k), bundle=sys.argv[2], name=name) for k in (2.0, 3.0)]
+    loaded[name] = [(function(X), function.stats().loaded)[1] for function in functions]
+print(json.dumps([results, loaded]))
 """
-    for k, fits in ((2, True), (3, False)):
-        done = run_python(code, state_bundle, str(k), env={"PYTHONHASHSEED": "7"})
-        assert json.loads(done.stdout) == {name: [name] * fits for name in STATE}
+    done = run_python(code, static_bundle, state_bundle, env={"PYTHONHASHSEED": "7"})
+    results, loaded = json.loads(done.stdout)
+    for name, found in results.items():
+        assert found == [str(each) for each in use(X, STATIC[name][0])], name
+    assert loaded == {name: [[name], []] for name in STATE}
 
 
 HELD = """

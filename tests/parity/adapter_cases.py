@@ -4,7 +4,6 @@ PEFT named the tensors: the record holds adapter_config.json, names and shapes b
 """
 
 import json
-import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from .cases import Case
+from .cases import Case, noise
 
 STEPS = 8
 """Steps whose logits are recorded."""
@@ -57,8 +56,7 @@ def write_adapter(directory, config, shapes, seed):
 
 
 def _values(name, shape, seed):
-    random = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    values = random.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
+    values = noise(seed, name, shape) * np.float32(0.1)
     return values + np.float32(name.endswith(("norm.weight", "lora_magnitude_vector")))
 
 

@@ -53,7 +53,16 @@ class Case:
         write_checkpoint(directory, self.config, tensors)
 
     def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return _values(name, shape, self.seed)
+        """Values large enough that each part of the model shows in the logits, and no larger.
+
+        With larger projections attention is so sharp that float32 does not determine the logits to 1e-4.
+        """
+        values = noise(self.seed, name, shape)
+        if len(shape) >= 2:
+            embedding = shape[0] in _VOCABULARIES
+            return values * np.float32(0.5 if embedding else min(0.25, 1.5 / max(shape) ** 0.5))
+        one = np.float32(name.endswith(("weight", "layer_scalar")))
+        return np.asarray(values * np.float32(0.2) + one)
 
     @property
     def tensor_shapes(self) -> Shapes:
@@ -371,19 +380,15 @@ def norm(name: str, width: int) -> Shapes:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
-def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Values large enough that each part of the model shows in the logits, and no larger.
+def linear(name: str, inputs: int, outputs: int) -> Shapes:
+    """Of a linear layer with a bias."""
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
-    With larger projections attention is so sharp that float32 does not determine the logits to 1e-4.
-    """
+
+def noise(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Normal values of the tensor of a name, the same wherever they are drawn."""
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    values = random.standard_normal(shape, dtype=np.float32)
-    if len(shape) >= 2:
-        embedding = shape[0] in _VOCABULARIES
-        return values * np.float32(0.5 if embedding else min(0.25, 1.5 / max(shape) ** 0.5))
-    return np.asarray(
-        values * np.float32(0.2) + np.float32(name.endswith(("weight", "layer_scalar")))
-    )
+    return random.standard_normal(shape, dtype=np.float32)
 
 
 def pick(random: np.random.Generator, options: list[Any]) -> Any:

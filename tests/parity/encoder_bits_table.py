@@ -20,23 +20,8 @@ from prejit.compiler.pipeline.measure import encoder_bits, int4_inputs, model_co
 from prejit.compiler.pipeline.model import ModelFiles, ModelSource
 
 from .encoder_cases import cases
-from .encoder_family_cases import wide_cases
+from .encoder_family_cases import add_pooling, wide_cases
 from .test_encoder_parity import write
-
-MODULES = [
-    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-]
-
-
-def pooled(directory):
-    """Add the modules of mean pooling to a model, which is returned."""
-    width = json.loads((directory / "config.json").read_text())["hidden_size"]
-    (directory / "modules.json").write_text(json.dumps(MODULES))
-    (directory / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    return directory
 
 
 def row(name, directory, dtype, text=None):
@@ -78,7 +63,7 @@ def main(stories, text):
         models = [("MiniLM's sizes", at / "MiniLM", None)]
         for wide in wide_cases():
             write(wide, at / wide.name)
-            models.append((f"wide {wide.name}", pooled(at / wide.name), None))
+            models.append((f"wide {wide.name}", add_pooling(at / wide.name), None))
         for case in cases():
             if case.name == "bert-04":  # which loses most in int8
                 (at / case.name).mkdir()
@@ -88,7 +73,7 @@ def main(stories, text):
         config = json.loads((at / "stories" / "config.json").read_text())
         config["architectures"] = ["LlamaModel"]
         (at / "stories" / "config.json").write_text(json.dumps(config))
-        models.append(("stories260k", pooled(at / "stories"), text))
+        models.append(("stories260k", add_pooling(at / "stories"), text))
         for name, model, given in models:
             for dtype in ("int8", "int4"):
                 print(row(name, model, dtype, given), flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from .cases import norm, pick, write_checkpoint
+from .cases import linear, noise, norm, pick, write_checkpoint
 
 ROWS, TOKENS = 4, 11
 """Of a case's batch. The first row is full, the others are shorter."""
@@ -113,8 +113,7 @@ class Case:
 
     def values(self, name, shape):
         """Values of a published tensor, large enough that each part of the model shows in the result."""
-        random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        values = random.standard_normal(shape, dtype=np.float32)
+        values = noise(self.seed, name, shape)
         if len(shape) == 2:
             return values * np.float32(0.4)
         is_norm = "norm" in name.lower() and name.endswith("weight")
@@ -199,8 +198,8 @@ def _shapes(config, stack, width, inner, layers, parts, up, down, *norms):
     for layer in range(layers):
         at = f"{stack}.layer.{layer}"
         for name in parts:
-            shapes |= _linear(f"{at}.attention.{name}", width, width)
-        shapes |= _linear(f"{at}.{up}", width, inner) | _linear(f"{at}.{down}", inner, width)
+            shapes |= linear(f"{at}.attention.{name}", width, width)
+        shapes |= linear(f"{at}.{up}", width, inner) | linear(f"{at}.{down}", inner, width)
         for name in norms:
             shapes |= norm(f"{at}.{name}", width)
     return shapes
@@ -212,10 +211,6 @@ def _head_shapes(config, prefix):
     assert isinstance(width, int)
     family = config["model_type"]
     if family == "distilbert":
-        return _linear("vocab_transform", width, width) | norm("vocab_layer_norm", width)
+        return linear("vocab_transform", width, width) | norm("vocab_layer_norm", width)
     head = "cls.predictions.transform.dense" if family == "bert" else "lm_head.dense"
-    return _linear(f"{prefix}pooler.dense", width, width) | _linear(head, width, width)
-
-
-def _linear(name, inputs, outputs):
-    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+    return linear(f"{prefix}pooler.dense", width, width) | linear(head, width, width)

@@ -4,6 +4,7 @@ A case is a configuration. Each tensor's values follow from its published name a
 module and ours have the same values if they have the same tensors.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,20 @@ def wide_cases():
     return tuple(
         FamilyCase(name, _config(name, **sizes, **more), 7) for name, more in changes.items()
     )
+
+
+def add_pooling(directory):
+    """Add the modules of mean pooling to a model, which is returned."""
+    modules = [
+        {"idx": place, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (path, kind) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling")))
+    ]
+    width = json.loads((directory / "config.json").read_text())["hidden_size"]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return directory
 
 
 _SIZES = (

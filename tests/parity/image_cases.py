@@ -5,13 +5,12 @@ published name and its shape. The reference has the names and shapes of all tens
 """
 
 import json
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from .cases import write_checkpoint
+from .cases import noise, write_checkpoint
 
 REFERENCE = Path(__file__).parent / "image_reference.npz"
 PICTURES = ((40, 30), (21, 57), (9, 11))
@@ -38,8 +37,7 @@ class ImageCase:
 
     def values(self, name, shape):
         """Values of a published tensor, large enough that each part of the model shows in the result."""
-        random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        values = random.standard_normal(shape, dtype=np.float32)
+        values = noise(self.seed, name, shape)
         if len(shape) == 2 or len(shape) == 4:
             return values * np.float32(0.3)
         is_factor = "norm" in name.lower() or "lambda" in name or "scale" in name

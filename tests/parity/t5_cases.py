@@ -1,13 +1,12 @@
 """Small random T5 checkpoints, the same wherever they are made. No JAX, no torch."""
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from . import cases as decoders
-from .cases import write_checkpoint
+from .cases import noise, write_checkpoint
 
 ROWS, SOURCE = 2, 23
 """Sources of a case, and places of each. The first source is full, the other shorter."""
@@ -129,8 +128,7 @@ def _shapes(config):
 
 def _values(name, shape, seed):
     """Values large enough that each part of the model shows in the logits, and no larger: see cases.py."""
-    random = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    values = random.standard_normal(shape, dtype=np.float32)
+    values = noise(seed, name, shape)
     if len(shape) == 1:
         return values * np.float32(0.2) + np.float32(1)
     kind = name.split(".")[-2]

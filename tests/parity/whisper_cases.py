@@ -1,13 +1,12 @@
 """Small random Whisper checkpoints and spectrograms, the same wherever they are made. No JAX, no torch."""
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from . import cases as decoders
-from .cases import norm, pick
+from .cases import linear, noise, norm, pick
 
 COUNT = 12
 ROWS, PROMPT, STEPS = 2, 4, 24
@@ -44,19 +43,44 @@ class Case(decoders.Case):
         return np.full(ROWS, self.frames, np.int32)
 
     def values(self, name, shape):
-        return _values(name, shape, self.seed)
+        """As in cases.py, but for the scale of embeddings."""
+        values = noise(self.seed, name, shape)
+        if ".embed_" in name:
+            return values * np.float32(0.5)
+        if len(shape) > 1:
+            return values * np.float32(min(0.4, 1.5 / max(shape) ** 0.5))
+        return values * np.float32(0.2) + np.float32(name.endswith("weight"))
 
     @property
     def tensor_shapes(self):
-        return _shapes(self.config)
+        config, width = self.config, self.config["d_model"]
+        shapes = {
+            "model.encoder.conv1.weight": (width, config["num_mel_bins"], 3),
+            "model.encoder.conv2.weight": (width, width, 3),
+            **dict.fromkeys(("model.encoder.conv1.bias", "model.encoder.conv2.bias"), (width,)),
+            "model.encoder.embed_positions.weight": (config["max_source_positions"], width),
+            **norm("model.encoder.layer_norm", width),
+            "model.decoder.embed_tokens.weight": (config["vocab_size"], width),
+            "model.decoder.embed_positions.weight": (config["max_target_positions"], width),
+            **norm("model.decoder.layer_norm", width),
+        }
+        for side in ("encoder", "decoder"):
+            inner = config[f"{side}_ffn_dim"]
+            for layer in range(config[f"{side}_layers"]):
+                block = f"model.{side}.layers.{layer}"
+                for part in ("self_attn", "encoder_attn")[: 1 + (side == "decoder")]:
+                    shapes |= norm(f"{block}.{part}_layer_norm", width)
+                    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+                        shapes |= linear(f"{block}.{part}.{name}", width, width)
+                    del shapes[f"{block}.{part}.k_proj.bias"]
+                shapes |= norm(f"{block}.final_layer_norm", width)
+                shapes |= linear(f"{block}.fc1", width, inner)
+                shapes |= linear(f"{block}.fc2", inner, width)
+        return shapes
 
 
 def cases():
-    return tuple(_cases())
-
-
-def _cases():
-    activations = ["gelu", "gelu", "relu", "silu", "gelu_new"]
+    made, activations = [], ["gelu", "gelu", "relu", "silu", "gelu_new"]
     for number in range(COUNT):
         random = np.random.default_rng([20, number])
         heads = pick(random, [1, 2, 3, 6])
@@ -80,46 +104,5 @@ def _cases():
             **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
             "decoder_start_token_id": 1,
         }
-        yield Case(f"whisper-{number:02}", config, 2000 + number)
-
-
-def _shapes(config):
-    width = config["d_model"]
-    shapes = {
-        "model.encoder.conv1.weight": (width, config["num_mel_bins"], 3),
-        "model.encoder.conv2.weight": (width, width, 3),
-        **dict.fromkeys(("model.encoder.conv1.bias", "model.encoder.conv2.bias"), (width,)),
-        "model.encoder.embed_positions.weight": (config["max_source_positions"], width),
-        **norm("model.encoder.layer_norm", width),
-        "model.decoder.embed_tokens.weight": (config["vocab_size"], width),
-        "model.decoder.embed_positions.weight": (config["max_target_positions"], width),
-        **norm("model.decoder.layer_norm", width),
-    }
-    for side in ("encoder", "decoder"):
-        inner = config[f"{side}_ffn_dim"]
-        for layer in range(config[f"{side}_layers"]):
-            block = f"model.{side}.layers.{layer}"
-            for part in ("self_attn", "encoder_attn")[: 1 + (side == "decoder")]:
-                shapes |= norm(f"{block}.{part}_layer_norm", width)
-                for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                    shapes[f"{block}.{part}.{name}.weight"] = (width, width)
-                    if name != "k_proj":
-                        shapes[f"{block}.{part}.{name}.bias"] = (width,)
-            shapes |= norm(f"{block}.final_layer_norm", width)
-            shapes[f"{block}.fc1.weight"], shapes[f"{block}.fc1.bias"] = (inner, width), (inner,)
-            shapes[f"{block}.fc2.weight"], shapes[f"{block}.fc2.bias"] = (width, inner), (width,)
-    return shapes
-
-
-def _values(name, shape, seed):
-    """Values large enough that each part of the model shows in the logits, and no larger.
-
-    With larger projections attention is so sharp that float32 does not determine the logits to 1e-4.
-    """
-    random = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    values = random.standard_normal(shape, dtype=np.float32)
-    if ".embed_" in name:
-        return values * np.float32(0.5)
-    if len(shape) > 1:
-        return values * np.float32(min(0.4, 1.5 / max(shape) ** 0.5))
-    return values * np.float32(0.2) + np.float32(name.endswith("weight"))
+        made.append(Case(f"whisper-{number:02}", config, 2000 + number))
+    return tuple(made)

@@ -145,14 +145,6 @@ def test_a_form_beside_a_kernel_does_not_round_x_as_the_kernel_does(dtype, rows)
             np.testing.assert_array_equal(found, expected, err_msg=f"{form} {name}")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_program_without_kernels_does_not_round_x(dtype):
-    x, weight, rounded = exact_operands(dtype, 4)
-    found = np.asarray(jax.jit(dot, static_argnums=2)(x, weight, 1))
-    expected = x.astype(np.float64) @ weight.astype(np.float64).T
-    assert np.abs(found - expected).max() < 1e-5 < np.abs(rounded - expected).max()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("rows", "loops"), [(1, True), (REDUCED_ROWS + 1, True), (40, False)])
 def test_float32_copies_of_all_weights_are_kept(dtype, rows, loops):

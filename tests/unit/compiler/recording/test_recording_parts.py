@@ -20,10 +20,12 @@ from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording import jax_cache_packing as packing
 from prejit.compiler.recording.hook import process_watch, trace_effects
+from prejit.compiler.recording.hook.described_executable import executable_json
 from prejit.compiler.recording.jax_cache_packing import collect, merged, packed, read_targets
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook import input_facts
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 
 MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
@@ -356,3 +358,17 @@ def test_what_a_trace_logs_and_warns_and_sets_is_seen(does, found):
         for logger in loggers:
             logger.removeHandler(handler)
     assert logging.Handler.handle is before[2]
+
+
+def test_a_program_that_changes_a_reference_is_not_described():
+    import jax
+
+    def change(ref, x):
+        ref[...] = x
+        return x
+
+    x = jax.numpy.ones(3)
+    executable = jax.jit(change).lower(jax.new_ref(x), x).compile()._executable
+    with pytest.raises(NotKeptError, match="it changes a reference of jax"):
+        executable_json(executable)
+    assert executable_json(jax.jit(lambda x: x).lower(x).compile()._executable)["outputs"]

@@ -3,7 +3,7 @@
 import pytest
 from tests.signers import private_pem, signer
 
-from prejit.compiler.sharing.sharing_settings import STORE, read_stores
+from prejit.compiler.sharing.sharing_settings import STORE, read_stores, written_address
 from prejit.runtime.errors import PolicyError, StoreError, UsageError
 
 
@@ -22,6 +22,7 @@ def test_stores_are_read_from_a_url_or_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv(STORE, str(tmp_path / "a b"))
     (tier,) = read_stores(None).tiers
     assert tier.remote.name == (tmp_path / "a b").as_uri()
+    assert written_address(None) == str(tmp_path / "a b")
     text = """
 namespace = "branch"
 [[store]]
@@ -34,6 +35,9 @@ sign = "key.pem"
 url = "oci://127.0.0.1:9/x"
 """
     found = read_stores(write(tmp_path, text))
+    assert written_address(str(tmp_path / "stores.toml")) == "http://127.0.0.1:9"
+    with pytest.raises(UsageError, match="expected a store with write = true for a cluster"):
+        written_address(write(tmp_path, text.replace("write = true", "")))
     assert found.namespace == "branch"
     assert [
         (e.namespace, e.writes, e.signer is not None, len(e.believed)) for e in found.tiers
