@@ -12,7 +12,7 @@ import types
 import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -506,6 +506,7 @@ def test_state_that_changes_counts_for_the_next_signature(
 
 
 class Layer(eqx.Module):
+    rank: ClassVar[int] = 1
     weight: Any
     activation: Any = eqx.field(static=True)
 
