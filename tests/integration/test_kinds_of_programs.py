@@ -539,6 +539,22 @@ def layer_step(layer, x):
     return eqx.tree_at(lambda each: each.weight, layer, layer.activation(layer.weight) + x)
 
 
+class Turned(NamedTuple):
+    """A named tuple that jax takes apart in another order, such as OptimizerState of jax itself."""
+
+    values: Any
+    mean: Any
+
+
+jax.tree_util.register_pytree_node(
+    Turned, lambda turned: ((turned.mean, turned.values), ()), lambda _, parts: Turned(*parts[::-1])
+)
+
+
+def turned_step(turned, x):
+    return Turned(turned.values + x, turned.mean * 0.5)
+
+
 def adam_step(state, x):
     return optax.adam(1e-2).update(x, state)
 
@@ -570,6 +586,7 @@ REGISTERED = {
     "keyed_step": (keyed_step, lambda: Keyed(X, Config(activation=twice))),
     "layer_step": (layer_step, lambda: Layer(X, lambda v: v * 2)),
     "mapping_step": (mapping_step, first_mappings),
+    "turned_step": (turned_step, lambda: Turned(X, X + 1)),
     "adam_step": (adam_step, lambda: optax.adam(1e-2).init(X)),
 }
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +276,21 @@ class Beside:
     none: object = field(default=None)
 
 
+class Turned(NamedTuple):
+    """A named tuple that jax takes apart in another order, such as OptimizerState of jax itself."""
+
+    first: Any
+    second: Any
+    about: str = "turned"
+
+
+jax.tree_util.register_pytree_node(
+    Turned,
+    lambda turned: ((turned.second, turned.first), turned.about),
+    lambda about, parts: Turned(*reversed(parts), about),
+)
+
+
 def called(function=None, *arguments, static=()):
     leaves, tree = jax.tree.flatten(arguments)
     return JaxCall(function, None, (tree,), (), static, (), leaves, ())
@@ -301,6 +317,7 @@ TREES = strategies.recursive(
         | strategies.dictionaries(KEYS, inner, max_size=3)
         | strategies.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
         | strategies.tuples(inner, inner).map(lambda both: Pair(*both))
+        | strategies.tuples(inner, inner).map(lambda both: Turned(*both))
         | strategies.tuples(inner, BESIDES).map(lambda both: Node(*both))
     ),
 )
