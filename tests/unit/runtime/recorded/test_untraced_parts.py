@@ -130,6 +130,10 @@ def test_values_that_hold_themselves_or_their_places_have_texts():
     assert text_of({1 << 40: 1}) != text_of({1 << 41: 1})
     shapes = [jax.ShapeDtypeStruct((2,), "float32", weak_type=weak) for weak in (False, True)]
     assert text_of(shapes[0]) != text_of(shapes[1])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    before = text_of(sharding)
+    assert isinstance(hash(sharding), int)  # it keeps this one, which is of a place
+    assert text_of(sharding) == before
     loggers = [logging.getLogger(name) for name in ("one", "other")]
     before = [*map(text_of, loggers)]
     assert before[0] != before[1]
