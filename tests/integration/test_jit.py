@@ -1,6 +1,7 @@
 """`jit`: the same results as jax.jit, from the executables of a bundle where they fit."""
 
 import contextlib
+import copy
 import json
 import warnings
 from collections import namedtuple
@@ -412,6 +413,8 @@ def test_it_is_a_function_of_jax_jit(bundle_path):
         same(model(x), jax.jit(score)(x))
     scored.clear_cache()
     same(scored(x), jax.jit(score)(x))
+    trainer = {"step": scored}  # `dataclasses.asdict` copies such fields deeply, too
+    same(copy.deepcopy(trainer)["step"](x), jax.jit(score)(x))
 
 
 def test_arrays_elsewhere_and_settings_that_executables_cannot_obey(bundle_path, strict):
@@ -478,7 +481,7 @@ def test_mistakes_of_the_caller(bundle_path, strict):
 def test_a_jax_without_its_private_parts(bundle_path, monkeypatch, events, strict):
     monkeypatch.setattr(_jit_dispatch.Dispatch, "of", lambda jitted: None)
     x = jnp.arange(8.0)
-    scored = jit(score, bundle=bundle_path)
+    scored = copy.deepcopy(copy.copy(jit(score, bundle=bundle_path)))
     events.clear()
     results = [scored(x) for _ in range(2)]
     assert events == []

@@ -12,7 +12,7 @@ import types
 import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -493,6 +493,7 @@ def test_state_that_changes_counts_for_the_next_signature(
 
 
 class Layer(eqx.Module):
+    rank: ClassVar[int] = 1
     weight: Any
     activation: Any = eqx.field(static=True)
 
@@ -523,6 +524,22 @@ def keyed_step(keyed, x):
 
 def layer_step(layer, x):
     return eqx.tree_at(lambda each: each.weight, layer, layer.activation(layer.weight) + x)
+
+
+class Turned(NamedTuple):
+    """A named tuple that jax takes apart in another order, such as OptimizerState of jax itself."""
+
+    values: Any
+    mean: Any
+
+
+jax.tree_util.register_pytree_node(
+    Turned, lambda turned: ((turned.mean, turned.values), ()), lambda _, parts: Turned(*parts[::-1])
+)
+
+
+def turned_step(turned, x):
+    return Turned(turned.values + x, turned.mean * 0.5)
 
 
 def adam_step(state, x):
@@ -556,6 +573,7 @@ REGISTERED = {
     "keyed_step": (keyed_step, lambda: Keyed(X, Config(activation=twice))),
     "layer_step": (layer_step, lambda: Layer(X, lambda v: v * 2)),
     "mapping_step": (mapping_step, first_mappings),
+    "turned_step": (turned_step, lambda: Turned(X, X + 1)),
     "adam_step": (adam_step, lambda: optax.adam(1e-2).init(X)),
 }
 

@@ -14,7 +14,9 @@ from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.manifest.manifest_checks import is_bundle_name
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
+from prejit.compiler.manifest.valid_values import expected
 from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed
 from prejit.compiler.pipeline.build_run import build_all as run_all
 from prejit.compiler.pipeline.build_run import only_built
@@ -324,6 +326,12 @@ def _of_programs(
         raise UsageError(
             f"name: expected the bundle's name, because there are {len(programs)} programs",
             hint='build([...], name="mine")',
+        )
+    if name is None and not is_bundle_name(str(programs[0].name)):
+        raise UsageError(
+            f"name: expected the bundle's name, because {programs[0].name!r} is none: "
+            f"{expected('bundle.name')}",
+            hint='build(program(...), name="mine")',
         )
     return Manifest(name or programs[0].name, programs=programs, targets=targets or ("cpu-host",))
 

@@ -135,6 +135,11 @@ def test_a_missing_file_target_or_name_is_an_error(tmp_path, options):
     one = prejit.compiler.program(score, tree(), "float32[2,4]")
     with pytest.raises(UsageError, match="there are 2 programs"):
         prejit.compiler.build([one, one], tmp_path, **options)
+    unfit = dataclasses.replace(one, name="trainStep")
+    with pytest.raises(
+        UsageError, match="name: expected the bundle's name, because 'trainStep' is"
+    ):
+        prejit.compiler.build(unfit, tmp_path, **options)
     with pytest.raises(UsageError, match="expected a manifest or programs, found function at 0"):
         prejit.compiler.build([score], tmp_path, **options)
     with pytest.raises(UsageError, match="the manifest has the name"):

@@ -165,12 +165,18 @@ def _mesh_problems(data: dict[str, Any]) -> Problems:
                 yield ("generate", "batch", index), problem
 
 
+def is_bundle_name(name: str) -> bool:
+    """Return whether a name has the form of a path component in an OCI reference.
+
+    Source: distribution-spec, "Pulling manifests".
+    """
+    form = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+    return len(name) <= 128 and re.fullmatch(form, name) is not None
+
+
 def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
     name, license_path = bundle.get("name"), bundle.get("license")
-    # The form of a path component in an OCI reference (distribution-spec, "Pulling manifests").
-    if isinstance(name, str) and (
-        len(name) > 128 or not re.fullmatch(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*", name)
-    ):
+    if isinstance(name, str) and not is_bundle_name(name):
         yield ("bundle", "name"), wrong(expected("bundle.name"), name)
     elif isinstance(name, str) and name.endswith(BESIDE):
         ends = ", ".join(BESIDE)

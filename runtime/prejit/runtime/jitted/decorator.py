@@ -225,6 +225,10 @@ class _Jitted(OneProcess):
         self.function.stats = self.stats
         self.function.program_name = name  # for `prejit.compiler.program`
 
+    def __deepcopy__(self, memo: object) -> _Jitted:
+        """Return itself: the copies of a function, such as of a trainer that holds it, share its programs."""
+        return self
+
     def stats(self) -> JitStats:
         """Return where its executables came from so far."""
         with self._lock:
@@ -414,6 +418,12 @@ class _Interpreted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._miss(*args, **kwargs)[0]
+
+    def __copy__(self) -> _Interpreted:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _Interpreted:
+        return self
 
     def __get__(self, instance: object, owner: type[Any] | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -18,7 +18,13 @@ from prejit.runtime.jitted.jit_call import JittedCall
 from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
 from prejit.runtime.programs.placing import is_random_key
-from prejit.runtime.programs.pytree import constant_values, constants_misfit, kind_of_dict, spell
+from prejit.runtime.programs.pytree import (
+    constant_values,
+    constants_misfit,
+    field_names,
+    kind_of_dict,
+    spell,
+)
 
 AXES = ("settings", "weights", "structure", "static", "dtype", "shape", "donation", "device")
 """What a call and a program may differ in, in the order in which they are compared."""
@@ -247,7 +253,7 @@ def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> N
         leaves.note(constant, each)
     if tree.kind == "record" and tree.aux is None:
         fields = {*tree.keys, *(name for name, _ in tree.constants)}
-        found = getattr(value, "__dataclass_fields__", {}).keys()
+        found = field_names(type(value))
         if found != fields:
             raise _misfit(at, f"the fields {_listed((*fields,))}", _listed((*found,)))
     for place, child, (_, part) in zip(tree.keys, tree.children, parts, strict=True):

@@ -14,7 +14,8 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import Constant, decode, dumps, imported, plain
 from prejit.runtime.jitted.jit_program_choice import MissError
-from prejit.runtime.programs.pytree import ORDERED, bare_object
+from prejit.runtime.programs.pytree import ORDERED, bare_object, field_names
+from prejit.runtime.recorded.hook.tree_nodes import structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,7 @@ def _structure(tree: trees.Tree, given: Mapping[str, Any]) -> Any:
         if len(found) != len(parts) or not all(map(operator.is_, found, parts)):
             raise _UnknownError  # a class that takes itself apart otherwise
         data = level.node_data()
-    registry = jax.tree_util.default_registry
-    return jax.tree_util.PyTreeDef.from_node_data_and_children(registry, data, children)
+    return structure_of(*data, children)
 
 
 def _object(tree: trees.Node, parts: Sequence[Any], given: Mapping[str, Any]) -> Any:
@@ -99,8 +99,7 @@ def _object(tree: trees.Node, parts: Sequence[Any], given: Mapping[str, Any]) ->
             known = dict(zip(map(str, tree.keys), parts, strict=True))
             known |= {name: _constant(constant, given) for name, constant in tree.constants}
             class_ = _imported(tree.type)
-            fields = getattr(class_, "__dataclass_fields__", {})
-            if fields.keys() != known.keys():  # other constant fields, or no dataclass
+            if field_names(class_) != known.keys():  # other constant fields, or no dataclass
                 raise _UnknownError
             return bare_object(class_, known)
     raise _UnknownError

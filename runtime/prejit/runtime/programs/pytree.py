@@ -384,6 +384,15 @@ def changes_itself(value: Any) -> bool:
     return False
 
 
+def field_names(class_: type[Any]) -> set[str]:
+    """Return the names of a dataclass's fields, without its class variables; none for another class."""
+    return (
+        {each.name for each in dataclasses.fields(class_)}
+        if dataclasses.is_dataclass(class_)
+        else set()
+    )
+
+
 def bare_object(class_: type[Any], fields: Mapping[str, Any]) -> Any:
     """Return an object of a class with these fields, without a call of the class's own code."""
     found = object.__new__(class_)

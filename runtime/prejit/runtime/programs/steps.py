@@ -16,6 +16,7 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format import constants, trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.tree_references import without_references
 from prejit.runtime.format.trees import Branch, branches, candidates, how_to_name, whole
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
@@ -280,7 +281,8 @@ class Steps:
     def _results(self, program: ProgramEntry) -> list[Branch]:
         """Return the results of a program; all of them as one, if together they can be the state."""
         programs = self._calls.programs
-        tree, arrays = programs.results_tree(program.name), programs.results(program.name)
+        tree = without_references(programs.results_tree(program.name))
+        arrays = programs.results(program.name)
         together = whole(tree, arrays)
         alone = any(map(together.holds_what, self.state.values()))
         return [together] if alone else branches(tree, arrays)

@@ -180,6 +180,8 @@ import numpy as np
 from flax import nnx
 def f(state, x, kind="a"):
     return state + x
+def by_place(x, kind, /):
+    return x
 def args():
     return {"state": jnp.ones(3), "x": jnp.ones(3)}
 class Head(nnx.Module):
@@ -200,13 +202,17 @@ def test_names_are_checked_before_a_trace(tmp_path):
         (f"{of_function}\ndonate = [9]", r"donate: .* one of \"state\", \"x\"; found 9", ""),
         (f'{of_function}\nmask = "xx"\npad = "unchecked"', r"mask: .*mean \"x\"\?", ""),
         (f'{both}\nstatic = {{ knd = ["a"] }}', r"static: .* x, kind; found knd \(.*\"kind\"", ""),
+        (
+            'args = ["float32[3]"]\nstatic = { kind = ["a"] }',
+            "static: .* given by name, found kind, which stands before the / of mymodel:by_place",
+            "a program gets its static values by name",
+        ),
         (wide, r"args\['state'\]: .* 32 bits", "write float32, as jax computes; calls may still"),
         ('args = ["float32[4]"]\nparams = "w.safetensors"', r"params: kernel: .*\[4, 8\]", ""),
     ):
         text = MANIFEST.replace('args = { x = "float32[3]" }', section)
-        found = project(
-            tmp_path, NAMED, text.replace(":f", ":head") if "params" in section else text
-        )
+        name = ":head" if "params" in section else ":by_place" if "kind =" in section else ":f"
+        found = project(tmp_path, NAMED, text.replace(":f", name))
         with pytest.raises(ManifestError, match=rf"m.toml: program 'p': {message}") as raised:
             check_planned(found.plan, found.store)
         assert str(raised.value.hint).startswith(hint)

@@ -1,5 +1,8 @@
 """A bound or repeated function goes on from the result that is meant, or is refused where several may be."""
 
+from dataclasses import dataclass, field, replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +70,27 @@ def test_a_state_whose_next_value_is_clear(name, bundle):
         np.testing.assert_array_equal(state, A + 3)
     found = bundle.call(f"repeated_{name}", a=A, b=B, repeat=3)
     assert any(np.array_equal(part, A + 3) for part in jax.tree.leaves(found))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Trainer:
+    """As a train state of flax: no bundle holds the function, and results refer to the argument's."""
+
+    weights: Any
+    rate: Any = field(metadata={"static": True})
+
+
+def trained(state, x):
+    return replace(state, weights=state.weights + state.rate(x))
+
+
+def test_a_state_that_holds_a_function(build_programs):
+    state = Trainer(A, lambda x: x * 0.5)
+    step = load(build_programs([Program("trained", trained, [state, B])])).bind("trained", state)
+    for _ in range(2):
+        step(B)
+    np.testing.assert_array_equal(step.read()[0].weights, A + 1)
 
 
 def test_two_arguments_of_one_type(bundle):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,10 @@ def test_values_that_hold_themselves_or_their_places_have_texts():
     assert text_of({1 << 40: 1}) != text_of({1 << 41: 1})
     shapes = [jax.ShapeDtypeStruct((2,), "float32", weak_type=weak) for weak in (False, True)]
     assert text_of(shapes[0]) != text_of(shapes[1])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    before = text_of(sharding)
+    assert isinstance(hash(sharding), int)  # it keeps this one, which is of a place
+    assert text_of(sharding) == before
     loggers = [logging.getLogger(name) for name in ("one", "other")]
     before = [*map(text_of, loggers)]
     assert before[0] != before[1]
@@ -275,6 +280,21 @@ class Beside:
     none: object = field(default=None)
 
 
+class Turned(NamedTuple):
+    """A named tuple that jax takes apart in another order, such as OptimizerState of jax itself."""
+
+    first: Any
+    second: Any
+    about: str = "turned"
+
+
+jax.tree_util.register_pytree_node(
+    Turned,
+    lambda turned: ((turned.second, turned.first), turned.about),
+    lambda about, parts: Turned(*reversed(parts), about),
+)
+
+
 def called(function=None, *arguments, static=()):
     leaves, tree = jax.tree.flatten(arguments)
     return JaxCall(function, None, (tree,), (), static, (), leaves, ())
@@ -301,6 +321,7 @@ TREES = strategies.recursive(
         | strategies.dictionaries(KEYS, inner, max_size=3)
         | strategies.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
         | strategies.tuples(inner, inner).map(lambda both: Pair(*both))
+        | strategies.tuples(inner, inner).map(lambda both: Turned(*both))
         | strategies.tuples(inner, BESIDES).map(lambda both: Node(*both))
     ),
 )

@@ -187,10 +187,17 @@ def _check_names(
     if not is_plain(found):  # the signature is that of the function inside
         return
     with suppress(TypeError, ValueError):  # code in C
-        parameters = inspect.signature(found).parameters.values()
-        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        parameters = inspect.signature(found).parameters
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
             return
-        names = [each.name for each in parameters if each.kind in _NAMED]
+        for name in program.static.keys() & parameters.keys():
+            if parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY:
+                raise ManifestError(
+                    f"{where}: static: expected an argument that can be given by name, found {name}, which "
+                    f"stands before the / of {program.label}",
+                    hint="a program gets its static values by name: move the / or take it out",
+                )
+        names = [name for name, each in parameters.items() if each.kind in _NAMED]
         for name in program.static.keys() - {*names}:
             raise ManifestError(
                 f"{where}: static: expected an argument of {program.label}, one of "

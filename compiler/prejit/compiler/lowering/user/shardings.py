@@ -9,6 +9,7 @@ from typing import final
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.tree_references import without_references
 from prejit.runtime.format.trees import branches, whole
 
 
@@ -85,6 +86,7 @@ def split_results(
     state of a training step.
     """
     taken = [branch for branch in branches(*arguments) if any(a.sharding for a in branch.arrays)]
+    results = without_references(results[0]), results[1]
     together = whole(*results)
     split: list[Array] = []
     for branch in [together] if any(map(together.holds_what, taken)) else branches(*results):

@@ -117,6 +117,8 @@ class _Writer:
         if isinstance(value, logging.Logger):
             return f"{name} {value.name} {value.getEffectiveLevel()} {value.disabled}"
         attributes = attributes_of(value)
+        if not is_of_program(type(value).__module__):
+            attributes = {k: each for k, each in attributes.items() if k not in _CACHED}
         held = self.text(attributes, depth) if attributes else _repr_of(value)
         return f"{self.text(type(value), depth)}{held}"
 
@@ -239,6 +241,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
         if not isinstance(getattr(kind, name, None), cached)
     }
 
+
+_CACHED = ("_hash", "__weakref__")
+"""Attributes of a library's objects that come and go, and differ in each process: a SingleDeviceSharding of
+jax keeps the hash of a place in memory there."""
 
 _OF_THREAD = vars(threading.Thread()).keys()
 """Attributes of a thread that are not of the program: numbers of the system among them."""

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.tree_util import PyTreeDef, default_registry
+from jax.tree_util import PyTreeDef
 
 from prejit.runtime.recorded.hook.jax_calls import JaxCall, TracedPart
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import attributes_of, is_of_program
+from prejit.runtime.recorded.hook.tree_nodes import structure_of
 
 _DEPTH = 12
 """How deep values given with a call are looked for."""
@@ -105,9 +106,8 @@ def tree_of(described: Any, given: Callable[[], list[Any]]) -> Any:
     if described == "none":
         return jax.tree.structure(None)
     kind, beside, children = described
-    data = (_value(kind, given), _value(beside, given))
     made = [tree_of(child, given) for child in children]
-    return PyTreeDef.from_node_data_and_children(default_registry, data, made)
+    return structure_of(_value(kind, given), _value(beside, given), made)
 
 
 def _value_json(value: Any, given: list[Any]) -> Any:
