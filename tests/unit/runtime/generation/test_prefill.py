@@ -182,6 +182,19 @@ def expected(bundle):
     return find
 
 
+def test_prompts_fill_the_smallest_batch_however_few_positions_are_asked_for(wide_dir, monkeypatch):
+    """One prompt alone is computed in all of its rows."""
+    wide = load(wide_dir, on_mismatch="error")
+    wide.prepare()
+    monkeypatch.setattr(wide.decoder, "batches", [2, 4])
+    batch = Batch(wide.decoder, 4)
+    assert batch.call_for(7, 1, 1) == (1, 10)
+    assert batch.call_for(7, 3, 1) == (2, 10)
+    batch.begin(*(request(TEXT[n : n + 7], 2) for n in range(2)))
+    programs = {name for token in batch.step() for name in token.usage.programs}
+    assert programs == {"prefill/b2-t10-c24"}
+
+
 def test_a_prompt_is_cut_where_that_pads_less(wide_dir, monkeypatch):
     wide = load(wide_dir, on_mismatch="error")
 
