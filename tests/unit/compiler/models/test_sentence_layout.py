@@ -195,6 +195,11 @@ def test_settings_under_the_names_of_old_files_are_read_in_the_order_of_the_refe
     write(old, {"do_lower_case": True})
     with pytest.raises(CheckpointError, match=f"{old.name}: do_lower_case: expected false"):
         read_layout(directory)
+    old.unlink()
+    (directory / "sentence_xlnet_config.json").unlink()
+    for limits, found in (({"max_len": 6}, 6), ({"max_len": 6, "model_max_length": 8}, 8)):
+        write(directory / TOKENIZER, limits)
+        assert read_layout(directory).max_tokens == found
 
 
 def test_the_default_prompt_of_a_model_that_scores_is_refused(directory):

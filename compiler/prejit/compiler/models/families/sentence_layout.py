@@ -386,7 +386,7 @@ def _max_seq_length(transformer: Path, task: tuple[str, str, str]) -> int | None
 def _model_max_length(directory: Path) -> int | None:
     file = directory / "tokenizer_config.json"
     settings = read_object(file, LAYOUT, required=False)
-    limit = settings.get("model_max_length")
+    limit = settings.get("model_max_length", settings.get("max_len"))  # as old files name it
     return limit if type(limit) is int and 0 < limit < _UNLIMITED else None
 
 
