@@ -44,8 +44,18 @@ def test_prompts_stand_before_sentences(model):
     ways = [model.encode("a b", **given) for given in ({"prompt_name": "query"}, {"prompt": "q "})]
     for found in (*ways, model.encode_query("a b")):
         np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(model.encode_document("a b"), model.encode("p a b"))
-    np.testing.assert_array_equal(model.encode_document("a b", prompt=""), model.encode("a b"))
+    # as there: the empty prompt `document` comes before one named `passage`
+    np.testing.assert_array_equal(model.encode_document("a b"), model.encode("a b"))
+    given = {"prompt_name": "passage"}
+    np.testing.assert_array_equal(model.encode_document("a b", **given), model.encode("p a b"))
+
+
+def test_a_task_without_a_prompt_of_its_own_gets_none_and_not_the_default(model):
+    other = SentenceEncoder(model.bundle, prompts={"q": "q "}, default_prompt_name="q")
+    np.testing.assert_array_equal(other.encode("a b"), model.encode("q a b"))
+    for encode in (other.encode_query, other.encode_document):
+        np.testing.assert_array_equal(encode("a b"), model.encode("a b"))
+        np.testing.assert_array_equal(encode("a b", prompt_name="q"), model.encode("q a b"))
 
 
 FORMULAS = {
@@ -73,7 +83,7 @@ def test_what_a_bundle_cannot_do_is_an_error(model):
         ({"convert_to_tensor": True}, "convert_to_tensor: expected False"),
         ({"precision": "int8"}, "precision: expected 'float32', found 'int8'"),
         ({"output_value": "token_embeddings"}, "output_value: expected 'sentence_embedding'"),
-        ({"prompt_name": "qery"}, "prompt_name: expected 'query' or 'passage', found 'qery'"),
+        ({"prompt_name": "qery"}, "expected 'query' or 'document' or 'passage', found 'qery'"),
     ):
         with pytest.raises(UsageError, match=why):
             model.encode("a", **options)

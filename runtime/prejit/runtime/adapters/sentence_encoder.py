@@ -53,7 +53,7 @@ class SentenceEncoder:
             bundle: the bundle, its directory, or a reference to it.
             prompts: texts to put before sentences, by name, in place of the model's or beside them.
             default_prompt_name: the name of the prompt of calls that name none; None: the model's default.
-            similarity_fn_name: as there.
+            similarity_fn_name: as there; a bundle does not hold the setting of the model's directory.
             **options: of `load`.
 
         Raises:
@@ -63,7 +63,9 @@ class SentenceEncoder:
         self.bundle = bundle if isinstance(bundle, Bundle) else load(bundle, **options)
         self._encoder = self.bundle.encoder
         described = self._encoder.encoder
-        self.prompts = {**(described.prompts or {}), **(prompts or {})}
+        # There these two names are always known. An empty prompt takes the place of the default, too.
+        known = {"query": "", "document": ""}
+        self.prompts = {**known, **(described.prompts or {}), **(prompts or {})}
         self.default_prompt_name = default_prompt_name or described.default_prompt
         self.similarity_fn_name = similarity_fn_name
         self._prompt(self.default_prompt_name)
@@ -131,12 +133,15 @@ class SentenceEncoder:
         return found if convert_to_numpy else list(found)
 
     def encode_query(self, sentences: str | Sequence[str], **options: Any) -> Any:
-        """Encode as `encode` does, by default with the prompt `query` if there is one."""
-        return self.encode(sentences, **self._for_task(options, "query"))
+        """Encode as `encode` does, by default with the prompt `query`, which is empty if none is given."""
+        return self.encode(sentences, **_for_task(options, "query"))
 
     def encode_document(self, sentences: str | Sequence[str], **options: Any) -> Any:
-        """Encode as `encode` does, by default with the prompt `document`, `passage` or `corpus`."""
-        return self.encode(sentences, **self._for_task(options, "document", "passage", "corpus"))
+        """Encode as `encode` does, by default with the prompt `document`, which is empty if none is given.
+
+        A prompt `passage` or `corpus` takes no part, because sentence-transformers finds `document` first.
+        """
+        return self.encode(sentences, **_for_task(options, "document"))
 
     def similarity(self, one: Vectors, other: Vectors) -> Vectors:
         """Return the similarities float32 [N, M] of embeddings [N, D] and [M, D]; more is more alike."""
@@ -157,18 +162,18 @@ class SentenceEncoder:
         """The longest sentence in tokens; longer ones are cut, with a TruncationWarning."""
         return self._encoder.max_tokens
 
-    def _for_task(self, options: dict[str, Any], *names: str) -> dict[str, Any]:
-        known = next((name for name in names if name in self.prompts), None)
-        if known is None or options.get("prompt_name") or options.get("prompt") is not None:
-            return options
-        return {**options, "prompt_name": known}
-
     def _prompt(self, name: str | None) -> str:
         name = self.default_prompt_name if name is None else name
         if name is None:
             return ""
         _one_of("prompt_name", name, self.prompts)
         return self.prompts[name]
+
+
+def _for_task(options: dict[str, Any], name: str) -> dict[str, Any]:
+    if options.get("prompt_name") is not None or options.get("prompt") is not None:
+        return options
+    return {**options, "prompt_name": name}
 
 
 def _one_of(what: str, found: str, known: Sequence[str] | Mapping[str, Any]) -> None:

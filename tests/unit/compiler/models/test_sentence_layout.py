@@ -184,6 +184,24 @@ def test_what_is_not_built_is_told_with_file_key_and_value(directory):
         (directory / file).write_bytes(before)
 
 
+def test_settings_under_the_names_of_old_files_are_read_in_the_order_of_the_reference(directory):
+    old = directory / "sentence_distilbert_config.json"
+    write(old, {"max_seq_length": 7})
+    write(directory / "sentence_xlnet_config.json", {"max_seq_length": 5})
+    assert read_layout(directory).max_tokens == 10
+    write(directory / SIZES, {})
+    layout = read_layout(directory)
+    assert (layout.max_tokens, old in layout.files) == (7, True)
+    write(old, {"do_lower_case": True})
+    with pytest.raises(CheckpointError, match=f"{old.name}: do_lower_case: expected false"):
+        read_layout(directory)
+    old.unlink()
+    (directory / "sentence_xlnet_config.json").unlink()
+    for limits, found in (({"max_len": 6}, 6), ({"max_len": 6, "model_max_length": 8}, 8)):
+        write(directory / TOKENIZER, limits)
+        assert read_layout(directory).max_tokens == found
+
+
 def test_the_default_prompt_of_a_model_that_scores_is_refused(directory):
     module = {"path": "", "type": "sentence_transformers.models.Transformer"}
     write(directory / "modules.json", [module])

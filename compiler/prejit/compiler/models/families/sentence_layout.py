@@ -1,7 +1,7 @@
 """Read the sentence-transformers layout: the modules that make an embedding from hidden states. No JAX.
 
     modules.json                 the modules in order, each with its type and its directory
-    sentence_bert_config.json    max_seq_length, in the transformer's directory
+    sentence_bert_config.json    max_seq_length, in the transformer's directory; old files name other models
     config.json, ...             the transformer, in the directory itself or in 0_Transformer
     1_Pooling/config.json        pooling modes
     2_Dense/config.json          a linear layer with an activation; its weights beside it
@@ -76,6 +76,8 @@ _SCORES = ("sequence-classification", "scores", "logits")
 _ANSWERS = ("text-generation", "causal_logits", "logits")
 """Tasks of a transformer, each with the names of its output, in sentence-transformers and in transformers."""
 _SETTINGS = "config_sentence_transformers.json"
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""The models that may be in the name of the transformer's settings, in the order of the reference."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
         if scores:
             task = _ANSWERS if answers else _SCORES
         limit = _max_seq_length(transformer, task)
-        files += _present(transformer, "sentence_bert_config.json")
+        files += _present(transformer, transformer_settings(transformer).name)
     if "Pooling" in kinds:
         modes, width = _pooling(modules[1][1] / "config.json")
         files.append(modules[1][1] / "config.json")
@@ -339,9 +341,15 @@ def _dense(directory: Path) -> DenseModule:
     )
 
 
+def transformer_settings(transformer: Path) -> Path:
+    """Return the first file of settings that is not empty, as the reference; or its name of today."""
+    files = [transformer / f"sentence_{kind}_config.json" for kind in _KINDS]
+    return next((file for file in files if read_object(file, LAYOUT, required=False)), files[0])
+
+
 def _max_seq_length(transformer: Path, task: tuple[str, str, str]) -> int | None:
-    """Return the limit of sentence_bert_config.json, or else the tokenizer's; check the other settings."""
-    file = transformer / "sentence_bert_config.json"
+    """Return the limit of the transformer's settings, or else the tokenizer's; check the others."""
+    file = transformer_settings(transformer)
     settings = read_object(file, LAYOUT, required=False)
     name, output, method_output = task
     text = {"method": "forward", "method_output_name": method_output}
@@ -378,7 +386,7 @@ def _max_seq_length(transformer: Path, task: tuple[str, str, str]) -> int | None
 def _model_max_length(directory: Path) -> int | None:
     file = directory / "tokenizer_config.json"
     settings = read_object(file, LAYOUT, required=False)
-    limit = settings.get("model_max_length")
+    limit = settings.get("model_max_length", settings.get("max_len"))  # as old files name it
     return limit if type(limit) is int and 0 < limit < _UNLIMITED else None
 
 

@@ -61,7 +61,7 @@ _UNREAD_GENERATION: Mapping[str, int | None] = {
 
 Each has the number that changes no text; None: every number does."""
 
-_CLEANS = "clean_up_tokenization_spaces"
+_CLEANS, _SPLITS = "clean_up_tokenization_spaces", "split_special_tokens"
 
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
@@ -85,9 +85,9 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
         if tokenizer.is_file() and reads_texts:
             content = with_configured_tokens(tokenizer, _read(tokenizer))
             _check_tokenizer(space, tokenizer, content, vocab_size)
-            if decodes and cleans_texts(tokenizer, content):
-                settings = tokenizer.with_name("tokenizer_config.json")
-                space.progress.note(f"{settings}: prejit does not use {_CLEANS}: true")
+            settings = tokenizer.with_name("tokenizer_config.json")
+            for key in unread_settings(settings, content, decodes=decodes):
+                space.progress.note(f"{settings}: prejit does not use {key}: true")
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
         if plan.draft is not None:
             _check_same_tokens(tokenizer, plan.draft.transformer / tokenizer.name)
@@ -227,13 +227,19 @@ def check_generation(path: Path, content: bytes) -> list[str]:
     ]
 
 
-def cleans_texts(tokenizer: Path, content: bytes) -> bool:
-    """Return whether transformers removes spaces before punctuation from decoded texts, which prejit keeps.
+def unread_settings(file: Path, content: bytes, *, decodes: bool) -> list[str]:
+    """Return the settings of tokenizer_config.json that are true and change texts in transformers alone.
 
-    transformers 5 ignores the setting for BPE.
+    One removes spaces before punctuation from decoded texts, which transformers 5 ignores for BPE; the other
+    takes the names of special tokens in a text for words.
     """
-    settings = read_object(tokenizer.with_name("tokenizer_config.json"), required=False)
-    return settings.get(_CLEANS) is True and json.loads(content)["model"].get("type") != "BPE"
+    settings = read_object(file, required=False)
+    cleans = decodes and settings.get(_CLEANS) is True
+    found = {
+        _CLEANS: cleans and json.loads(content)["model"].get("type") != "BPE",
+        _SPLITS: settings.get(_SPLITS) is True,
+    }
+    return [key for key, is_set in found.items() if is_set]
 
 
 def _check_tokenizer(

@@ -21,9 +21,9 @@ from prejit.compiler.pipeline.measure.accuracy import choose_bits
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.model_layers import (
     check_generation,
-    cleans_texts,
     pack_weights,
     special_ids,
+    unread_settings,
 )
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import HashedFile, find_published
@@ -53,11 +53,15 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     (tmp_path / "generation_config.json").write_text(deep)
     with pytest.raises(CheckpointError, match=r"generation_config\.json: cannot read JSON"):
         special_ids(tmp_path, 50)
-    settings, file = tmp_path / "tokenizer_config.json", tmp_path / "tokenizer.json"
+    settings = tmp_path / "tokenizer_config.json"
     for cleans, kind in itertools.product((True, False), ("Unigram", "BPE")):  # also for a note
         settings.write_text(json.dumps({"clean_up_tokenization_spaces": cleans}))
         content = json.dumps({"model": {"type": kind}}).encode()
-        assert cleans_texts(file, content) is (cleans and kind == "Unigram")
+        wanted = ["clean_up_tokenization_spaces"] * (cleans and kind == "Unigram")
+        assert unread_settings(settings, content, decodes=True) == wanted
+        assert unread_settings(settings, content, decodes=False) == []
+    settings.write_text('{"split_special_tokens": true}')
+    assert unread_settings(settings, content, decodes=False) == ["split_special_tokens"]
     settings.write_text(deep)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
         read_chat(tmp_path)
