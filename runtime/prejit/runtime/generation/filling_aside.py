@@ -102,8 +102,8 @@ def filling_aside(
             }
             prefixes.keep_aside(aside, texts)
         if decoder.device.copies_rows:
-            host_caches.wipe(aside.arrays)
-            decoder.spares[aside.batch, aside.context] = aside.arrays
+            wiped = host_caches.wipe(decoder, aside.arrays)
+            decoder.spares[aside.batch, aside.context] = wiped
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
