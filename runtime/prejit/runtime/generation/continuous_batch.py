@@ -39,6 +39,7 @@ class _Insertion:
     Attributes:
         slots: where they go.
         work: computes the next chunk, and returns the rows at its end.
+        longest: of the prompts, in tokens.
         seconds: how long it has taken so far.
         positions: of the next chunk; 0: not known before it begins.
         evicted: slots whose requests have left meanwhile; they are free when the work is done.
@@ -46,6 +47,7 @@ class _Insertion:
 
     slots: tuple[int, ...]
     work: Generator[int, None, dict[int, Entering]]
+    longest: int
     seconds: float
     positions: int = 0
     evicted: set[int] = field(default_factory=set)
@@ -216,6 +218,10 @@ class Batch(Slots):
                 insertion.evicted.add(slot)
                 if insertion.evicted.issuperset(insertion.slots):
                     self._insertions.remove(insertion)
+                    if insertion.positions:  # what it computed may be NaN
+                        with self._closed_on_error():
+                            for each in insertion.slots:
+                                self._clear(each, {each: insertion.longest})
                     self._rest()
 
     def is_ready_for(self, slots: int) -> bool:
@@ -304,7 +310,8 @@ class Batch(Slots):
         """Reserve slots for requests. Arguments as `_arrive`."""
         started = time.perf_counter()
         slots, work = self._arrive(requests, limit, together)
-        insertion = _Insertion(slots, work, time.perf_counter() - started)
+        longest = max(len(request.prompt) for request in requests)
+        insertion = _Insertion(slots, work, longest, time.perf_counter() - started)
         self._stalled_seconds += insertion.seconds
         self._insertions.append(insertion)
         return insertion

@@ -85,7 +85,8 @@ def filling_aside(
             aside = yield from allocating(decoder, batch, context, limit)
         for place, slot in enumerate(group):
             if (prefix := members[slot].prefix) is not None:
-                aside.copy_rows(prefix.at(aside.context), {place: 0})
+                counts = {place: members[slot].start}
+                aside.copy_rows(prefix.at(aside.context), {place: 0}, counts)
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
         yield from fill(decoder, lambda: aside, computed, limit)  # noqa: B023 (done with this one)
@@ -166,8 +167,9 @@ def computing_prefix(
         start = decoder.reusable(known.token_ids, token_ids)
     usage.reused_tokens = start
     row = Row(Request(token_ids, adapter=adapter), frozenset(), list(token_ids), usage, None)
-    yield from filling(decoder, lambda: cache, {0: Entering(row, start)}, limit)
-    return Prefix(token_ids, cache)
+    member = Entering(row, start)
+    yield from filling(decoder, lambda: cache, {0: member}, limit)
+    return Prefix(token_ids, cache, has_nan=member.token is not None and member.token < 0)
 
 
 def compute_prefix(
