@@ -19,6 +19,8 @@ class BundleSleeps(LoadedBundle):
         known = vars(self)
         if (encoder := known.get("encoder")) is not None:
             encoder.release()
+        if (decoder := known.get("decoder")) is not None:
+            decoder.spares.clear()
         self._programs.release()
         if (dispatched := known.get("dispatched")) is not None:
             dispatched.close()

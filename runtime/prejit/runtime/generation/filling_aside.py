@@ -102,7 +102,8 @@ def filling_aside(
                 if member.token is not None and member.token >= 0  # else it may hold NaN
             }
             prefixes.keep_aside(aside, texts)
-        if decoder.device.copies_rows:
+        # The next source's cache comes from its encoder.
+        if decoder.device.copies_rows and decoder.source is None:
             wiped = host_caches.wipe(decoder, aside.arrays)
             decoder.spares[aside.batch, aside.context] = wiped
 
