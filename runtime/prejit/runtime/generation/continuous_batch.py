@@ -263,6 +263,11 @@ class Batch(Slots):
                     f"{len(live)} live slots",
                     hint="step until requests are finished",
                 )
+            if live and batch == self.slots:
+                return {slot: slot for slot in live}
+            if live:  # an error here costs no text
+                found = self._current()
+                self._decoder.copy_for(found.batch, found.context, batch, found.context)
             idle = [slot for slot in range(self.slots) if slot not in live]
             idle.sort(key=lambda slot: -len(self._held[slot].token_ids))
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])

@@ -191,6 +191,20 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir, options):
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
 
 
+def test_a_move_that_cannot_be_costs_no_text(decoder_dir):
+    bundle = load(decoder_dir)
+    batch = bundle.batch(3)
+    (slot,) = batch.insert(request(TEXT[:30], 6))
+    found = {}
+    step(batch, found)
+    assert batch.resize(2) == {slot: slot}  # the same bucket
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle.decoder, "_copy", {})
+        with pytest.raises(UsageError, match="copies caches of 3 x 72 to 1 x 72, found none"):
+            batch.resize(1)
+    assert tuple(ids(finish(batch, found)[slot])) == greedy(bundle, TEXT[:30], 6).token_ids
+
+
 def test_prompts_that_leave_half_computed_leave_no_nan(broken_dir):
     """The programs of a model of the user's own may read what lies behind a text, times zero."""
     batch = load(broken_dir).batch(3)
