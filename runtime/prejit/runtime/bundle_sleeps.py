@@ -19,8 +19,7 @@ class BundleSleeps(LoadedBundle):
         known = vars(self)
         if (encoder := known.get("encoder")) is not None:
             encoder.release()
-        if (decoder := known.get("decoder")) is not None:
-            decoder.spares.clear()
+        getattr(known.get("decoder"), "spares", {}).clear()
         self._programs.release()
         if (dispatched := known.get("dispatched")) is not None:
             dispatched.close()
