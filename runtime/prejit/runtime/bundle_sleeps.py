@@ -19,6 +19,7 @@ class BundleSleeps(LoadedBundle):
         known = vars(self)
         if (encoder := known.get("encoder")) is not None:
             encoder.release()
+        getattr(known.get("decoder"), "spares", {}).clear()
         self._programs.release()
         if (dispatched := known.get("dispatched")) is not None:
             dispatched.close()

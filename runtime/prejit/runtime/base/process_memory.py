@@ -58,8 +58,8 @@ def zero(address: int, size: int) -> None:
         mark = ctypes.c_uint8.from_address(first)
         mark.value = 1
         pages = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
-        _LIBRARY.madvise(*pages, _MADV_DONTNEED)
-        if not mark.value:  # pages that are locked, or that processes share, keep what they hold
+        failed = _LIBRARY.madvise(*pages, _MADV_DONTNEED)  # it stops at pages that are locked
+        if not failed and not mark.value:  # pages that processes share keep what they hold
             ctypes.memset(address, 0, first - address)
             ctypes.memset(last, 0, end - last)
             return

@@ -39,6 +39,7 @@ class _Insertion:
     Attributes:
         slots: where they go.
         work: computes the next chunk, and returns the rows at its end.
+        longest: of the prompts, in tokens.
         seconds: how long it has taken so far.
         positions: of the next chunk; 0: not known before it begins.
         evicted: slots whose requests have left meanwhile; they are free when the work is done.
@@ -46,6 +47,7 @@ class _Insertion:
 
     slots: tuple[int, ...]
     work: Generator[int, None, dict[int, Entering]]
+    longest: int
     seconds: float
     positions: int = 0
     evicted: set[int] = field(default_factory=set)
@@ -217,6 +219,10 @@ class Batch(Slots):
                 insertion.evicted.add(slot)
                 if insertion.evicted.issuperset(insertion.slots):
                     self._insertions.remove(insertion)
+                    if insertion.positions:  # what it computed may be NaN
+                        with self._closed_on_error():
+                            for each in insertion.slots:
+                                self._clear(each, {each: insertion.longest})
                     self._rest()
 
     def is_ready_for(self, slots: int) -> bool:
@@ -258,6 +264,11 @@ class Batch(Slots):
                     f"{len(live)} live slots",
                     hint="step until requests are finished",
                 )
+            if live and batch == self.slots:
+                return {slot: slot for slot in live}
+            if live:  # an error here costs no text
+                found = self._current()
+                self._decoder.copy_for(found.batch, found.context, batch, found.context)
             idle = [slot for slot in range(self.slots) if slot not in live]
             idle.sort(key=lambda slot: -len(self._held[slot].token_ids))
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])
@@ -305,7 +316,8 @@ class Batch(Slots):
         """Reserve slots for requests. Arguments as `_arrive`."""
         started = time.perf_counter()
         slots, work = self._arrive(requests, limit, together)
-        insertion = _Insertion(slots, work, time.perf_counter() - started)
+        longest = max(len(request.prompt) for request in requests)
+        insertion = _Insertion(slots, work, longest, time.perf_counter() - started)
         self._stalled_seconds += insertion.seconds
         self._insertions.append(insertion)
         return insertion

@@ -85,7 +85,8 @@ def filling_aside(
             aside = yield from allocating(decoder, batch, context, limit)
         for place, slot in enumerate(group):
             if (prefix := members[slot].prefix) is not None:
-                aside.copy_rows(prefix.at(aside.context), {place: 0})
+                counts = {place: members[slot].start}
+                aside.copy_rows(prefix.at(aside.context), {place: 0}, counts)
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
         yield from fill(decoder, lambda: aside, computed, limit)  # noqa: B023 (done with this one)
@@ -101,9 +102,10 @@ def filling_aside(
                 if member.token is not None and member.token >= 0  # else it may hold NaN
             }
             prefixes.keep_aside(aside, texts)
-        if decoder.device.copies_rows:
-            host_caches.wipe(aside.arrays)
-            decoder.spares[aside.batch, aside.context] = aside.arrays
+        # The next source's cache comes from its encoder.
+        if decoder.device.copies_rows and decoder.source is None:
+            wiped = host_caches.wipe(decoder, aside.arrays)
+            decoder.spares[aside.batch, aside.context] = wiped
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
@@ -166,8 +168,9 @@ def computing_prefix(
         start = decoder.reusable(known.token_ids, token_ids)
     usage.reused_tokens = start
     row = Row(Request(token_ids, adapter=adapter), frozenset(), list(token_ids), usage, None)
-    yield from filling(decoder, lambda: cache, {0: Entering(row, start)}, limit)
-    return Prefix(token_ids, cache)
+    member = Entering(row, start)
+    yield from filling(decoder, lambda: cache, {0: member}, limit)
+    return Prefix(token_ids, cache, has_nan=member.token is not None and member.token < 0)
 
 
 def compute_prefix(

@@ -1,4 +1,4 @@
-"""Caches that lie in the memory of this process: the the host copies rows of them, and wipes them.
+"""Caches that lie in the memory of this process: the host copies rows of them, and wipes them.
 
 A program would write all of a row, and so make pages for a whole context, of which a text fills a part.
 """
@@ -13,35 +13,50 @@ import numpy as np
 
 from prejit.runtime.base.process_memory import zero
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
-from prejit.runtime.format.arrays import Array
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
 
 
 def copy_rows(
-    layout: Sequence[Array],
+    decoder: DecoderPrograms,
     sources: Sequence[DeviceArray],
     targets: Sequence[DeviceArray],
     rows: Mapping[int, int],
     counts: Mapping[int, int] | None,
-) -> None:
-    """Write rows of a cache into another one. Arguments as `KVCache.copy_rows`, and the arrays of both.
+) -> list[DeviceArray]:
+    """Write rows of a cache into another one, and return its arrays. Arguments as `KVCache.copy_rows`.
 
     The targets must belong to one cache alone, as those that programs take donated do.
     """
-    for array, source, target in zip(layout, sources, targets, strict=True):
+    made = []
+    for array, source, target in zip(decoder.cache, sources, targets, strict=True):
         given, held = to_numpy(source), to_numpy(target)
-        written = _writable(held)
+        is_packed = _is_packed(target, held)
+        written = held.copy() if is_packed else _writable(held)
         for row, taken in rows.items():
             region = [slice(size) for size in given.shape[1:]]
             if counts is not None and "context" in array.variables:
                 region[array.variables.index("context") - 1] = slice(counts[row])
             written[row][tuple(region)] = given[taken][tuple(region)]
+        made.append(decoder.device.copy(written) if is_packed else target)
+    return made
 
 
-def wipe(arrays: Sequence[DeviceArray]) -> None:
-    """Overwrite a cache that nothing uses with zeros, which take no memory."""
+def wipe(decoder: DecoderPrograms, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+    """Overwrite a cache that nothing uses with zeros, which take no memory, and return its arrays."""
+    made = []
     for array in arrays:
         held = to_numpy(array)
-        zero(held.ctypes.data, held.nbytes)
+        if is_packed := _is_packed(array, held):
+            held = np.zeros_like(held)
+        else:
+            zero(held.ctypes.data, held.nbytes)
+        made.append(decoder.device.copy(held) if is_packed else array)
+    return made
+
+
+def _is_packed(array: DeviceArray, held: np.ndarray[Any, Any]) -> bool:
+    """Return whether the values are a copy, because two of them lie in a byte of the array: int4."""
+    return bool(held.nbytes != array.on_device_size_in_bytes())
 
 
 def _writable(held: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -111,8 +111,7 @@ def inserting(
         if member.prefix is not None and slot not in aside:
             copied.setdefault(member.prefix, {})[slot] = 0
     for prefix, to in copied.items():
-        counts = dict.fromkeys(to, len(prefix.token_ids))
-        cache().copy_rows(prefix.at(cache().context), to, counts)
+        cache().copy_rows(prefix.at(cache().context), to, {s: members[s].start for s in to})
     in_place = {slot: member for slot, member in waiting.items() if slot not in aside}
     yield from filling(decoder, cache, in_place, limit)
     if aside:

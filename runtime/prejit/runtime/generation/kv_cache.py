@@ -77,7 +77,7 @@ class KVCache:
         if decoder.device.copies_rows:
             from prejit.runtime.generation import host_caches
 
-            host_caches.copy_rows(decoder.cache, source.arrays, self.arrays, rows, counts)
+            self.arrays = host_caches.copy_rows(decoder, source.arrays, self.arrays, rows, counts)
             return
         place = np.full(self.batch, -1, np.int32)
         place[list(rows)] = list(rows.values())

@@ -83,7 +83,9 @@ class PrefixCache:
         return best.prefix
 
     def keep(self, prefix: Prefix, namespace: Namespace) -> None:
-        """Keep a prefix, unless it is short, larger than all may be, or the beginning of a kept one."""
+        """Keep a prefix, unless it is short, larger than all may be, NaN, or the beginning of a kept one."""
+        if prefix.has_nan:  # a later prompt may share less of it than the token that made it NaN
+            return
         if self._is_compact:
             self.keep_row(CachedText(prefix.token_ids, namespace), prefix.at(prefix.context), 0)
         elif self._saves(prefix.token_ids, namespace) and prefix.size_bytes <= self._most_bytes:

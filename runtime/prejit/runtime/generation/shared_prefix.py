@@ -16,11 +16,13 @@ class Prefix:
 
     Attributes:
         token_ids: the tokens of the text.
+        has_nan: whether its cache holds NaN.
     """
 
-    def __init__(self, token_ids: Sequence[int], cache: KVCache) -> None:
+    def __init__(self, token_ids: Sequence[int], cache: KVCache, *, has_nan: bool = False) -> None:
         """Keep a cache of one row that nobody else writes to. Use `Bundle.prefix`."""
         self.token_ids = tuple(token_ids)
+        self.has_nan = has_nan
         self._programs = cache.programs
         self._caches = {cache.context: cache}
         self._lock = threading.Lock()

@@ -383,9 +383,9 @@ class Slots:
         if self._growth is not None and not any(self._rows) and self._is_idle():
             self._growth.drop()
 
-    def _clear(self, slot: int) -> None:
+    def _clear(self, slot: int, counts: Mapping[int, int] | None = None) -> None:
         """Reset a slot to zeros. Masked attention multiplies by 0, and NaN * 0 is NaN, so NaNs would leak."""
         self._held[slot] = CachedText()
         if self._cache is not None:
             empty = KVCache(self._decoder, self._decoder.batches[0], self._cache.context)
-            self._cache.copy_rows(empty, {slot: 0})
+            self._cache.copy_rows(empty, {slot: 0}, counts)

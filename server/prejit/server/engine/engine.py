@@ -88,8 +88,8 @@ class Engine(OneProcess):
             prefix_memory: how many bytes of that earlier prompts may take, for later prompts that begin like
                 them; None: as much as the cache of the slots, and at most a quarter of what it leaves.
             prefill_tokens: how many positions of new prompts are computed between two decode steps; fewer
-                make the gaps between tokens shorter and first tokens later. While more prompts wait than
-                texts run, it is up to four times as many. None: 64 on a CPU, else 512.
+                make the gaps between tokens shorter and first tokens later. Beside few texts that run,
+                it is more of them, for 0.25 s at most. None: 64 on a CPU, else 512.
             share_prefixes: let a prompt begin with what those of other clients have computed. A client that
                 guesses a prompt can then see that it was sent.
             room: what shares memory with other engines. This one begins asleep then; its requests wake it.

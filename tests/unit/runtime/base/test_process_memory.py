@@ -21,6 +21,17 @@ def test_memory_is_zero_and_what_is_beside_it_stays(flags, start, size):
         assert memory[:] == b"x" * start + bytes(size) + b"x" * (len(memory) - start - size)
 
 
+def test_pages_that_are_locked_are_zero_too():
+    page = os.sysconf("SC_PAGE_SIZE")
+    with mmap.mmap(-1, 4 * page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[:] = b"x" * len(memory)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if ctypes.CDLL(None).mlock(ctypes.c_void_p(address + 2 * page), ctypes.c_size_t(page)):
+            pytest.skip("this user may lock no memory")
+        zero(address, len(memory))
+        assert memory[:] == bytes(len(memory))
+
+
 def resident_bytes():
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

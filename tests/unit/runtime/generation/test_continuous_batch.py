@@ -10,9 +10,11 @@ from tests.extent import cases
 from prejit.runtime import Sampling, load
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation import decode
+from prejit.runtime.generation.continuous_batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.prefixes import PrefixCache
 
-from .batches import CONTEXT, TEXT, VOCAB, Found, finish, ids, request, step
+from .batches import CONTEXT, TEXT, VOCAB, Found, finish, ids, request, step, values
 
 GREEDY = Sampling()
 REPEATING = [7, 8, 9, 10] * 4
@@ -187,6 +189,47 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir, options):
         found = finish(batch)
         for slot, n in zip(slots, (1, 2, 3), strict=True):
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
+
+
+def test_a_move_that_cannot_be_costs_no_text(decoder_dir):
+    bundle = load(decoder_dir)
+    batch = bundle.batch(3)
+    (slot,) = batch.insert(request(TEXT[:30], 6))
+    found = {}
+    step(batch, found)
+    assert batch.resize(2) == {slot: slot}  # the same bucket
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle.decoder, "_copy", {})
+        with pytest.raises(UsageError, match="copies caches of 3 x 72 to 1 x 72, found none"):
+            batch.resize(1)
+    assert tuple(ids(finish(batch, found)[slot])) == greedy(bundle, TEXT[:30], 6).token_ids
+
+
+def test_prompts_that_leave_half_computed_leave_no_nan(broken_dir):
+    """The programs of a model of the user's own may read what lies behind a text, times zero."""
+    batch = load(broken_dir).batch(3)
+    batch.insert(request([1, 2, 3], 40))
+    slots = batch.begin(*[request([n, 2, 47, *TEXT[:40]], 4) for n in (4, 5)])
+    while not any(np.isnan(each).any() for each in values(batch._cache)):
+        batch.step(prefill_tokens=9)
+    assert batch.entering == 2
+    for slot in slots:
+        batch.evict(slot)
+    assert not any(np.isnan(each).any() for each in values(batch._cache))
+
+
+def test_a_common_beginning_that_is_nan_is_not_kept(broken_dir):
+    """Layers after the first have NaN also before the token, where attention multiplies it by zero."""
+    decoder = load(broken_dir).decoder
+    decoder.programs.prepare(*(each.name for each in decoder.prefills(1, 72)))
+    kept = PrefixCache(decoder, 1 << 20)
+    for odd, found in ((47, 0), (46, 20)):
+        text = [*TEXT[:18], odd, 5]
+        batch = Batch(decoder, 3, prefixes=kept)
+        batch.insert(*[request([*text, n, 2], 2) for n in (3, 4)])
+        finish(batch)
+        prefix = kept.find([*text, 1], 72, ())
+        assert found == (0 if prefix is None else len(prefix.token_ids))
 
 
 def test_no_numbers_are_an_error_of_the_command(broken_dir, ran):

@@ -14,6 +14,7 @@ from tests.waiting import wait_for
 
 from prejit.runtime import load
 from prejit.runtime.errors import ClosedError, DeadlineError
+from prejit.runtime.generation.options import Request
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.memory import NoRoomError
 
@@ -70,6 +71,14 @@ def test_it_gives_its_memory_back_and_wakes_with_the_next_request(engine, bundle
     assert found.wake_seconds.count == 2
     assert 0 < found.wake_seconds.sum < 60
     assert engine.metrics().programs["loaded"] >= 2  # as they were obtained first
+
+
+def test_a_bundle_that_sleeps_keeps_no_empty_cache(bundle):
+    bundle.prepare(*(each.name for each in bundle.decoder.prefills(1, 24)))
+    bundle.batch(4).insert(Request([3, 4, 5], max_new_tokens=2))
+    assert bundle.decoder.spares
+    bundle.sleep()
+    assert not bundle.decoder.spares
 
 
 class Held:
