@@ -281,31 +281,32 @@ def encoder(run: Run) -> tuple[list[Table], list[Target]]:
 
 def llama(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure a model of a billion parameters."""
-    return beside_peers(
-        run,
-        "llama-1b",
-        "Llama's shape with 1.24 billion parameters, batch 1, 32 tokens in, 64 out",
-        Work("generate", "llama-1b", dtypes=_NARROW),
-        (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
-        [],
-        partial(workload.llama_bytes, workload.LLAMA_1B),
-    )
+    return _of_llama(run, "llama-1b", "1.24", workload.LLAMA_1B)
+
+
+def llama_3b(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure a model of three billion parameters."""
+    return _of_llama(run, "llama-3b", "3.2", workload.LLAMA_3B)
+
+
+def _of_llama(
+    run: Run, name: str, billions: str, sizes: workload.Llama
+) -> tuple[list[Table], list[Target]]:
+    title = f"Llama's shape with {billions} billion parameters, batch 1, 32 tokens in, 64 out"
+    work = Work("generate", name, dtypes=_NARROW)
+    columns = (FIRST, LAST, DECODE, RSS, PRIVATE, CPU)
+    return beside_peers(run, name, title, work, columns, [], partial(workload.llama_bytes, sizes))
 
 
 def long_prompts(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure texts that go on after long prompts."""
+    work = Work("generate", "llama-1b", dtypes=_NARROW, engines=("prejit", "llama.cpp"))
     found = [
         beside_peers(
             run,
             f"llama-1b, after {tokens}",
             f"Llama's shape with 1.24 billion parameters, {tokens} tokens in, 64 out",
-            Work(
-                "generate",
-                "llama-1b",
-                dtypes=_NARROW,
-                tokens=tokens,
-                engines=("prejit", "llama.cpp"),
-            ),
+            replace(work, tokens=tokens),
             (FIRST, DECODE, RSS),
             [Goal(DECODE, dtype, 1.0) for dtype in _NARROW],
         )

@@ -99,7 +99,7 @@ def test_the_extras_bring_the_other_wheels_of_the_same_version(wheels):
         assert f"prejit-{house}=={version('prejit')}; extra == '{house}'" in extras
         assert said[house]["Name"] == f"prejit-{house}"
         assert required(said[house])["prejit"] == f"=={version('prejit')}"
-    assert wheels["runtime"].stat().st_size < 605_000
+    assert wheels["runtime"].stat().st_size < 610_000
     assert required(said["runtime"]).keys() == {
         *("jax", "jaxlib", "numpy", "blake3", "zstandard", "tokenizers", "jinja2", "click")
     }

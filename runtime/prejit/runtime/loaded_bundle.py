@@ -273,6 +273,6 @@ class LoadedBundle(OneProcess):
             RejectError: a program is damaged.
         """
         programs = self._programs
-        rests = ("copy", f"{DRAFT}copy") if programs.device.copies_rows else ()
+        rests = ("copy", f"{DRAFT}copy") if programs.device.cpu_sharding is not None else ()
         for name in names or [n for n, each in programs.table.items() if each.kind not in rests]:
             programs[name]

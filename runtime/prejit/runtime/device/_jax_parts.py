@@ -29,6 +29,7 @@ from prejit.runtime.device._jaxlib import (
     new_cpu_client,
     result_handler,
 )
+from prejit.runtime.device.transfer import PACKED
 from prejit.runtime.errors import UsageError
 
 
@@ -392,10 +393,6 @@ def any_handler() -> Any:
     from jaxlib.cpu import _sparse  # the only one that loads no other library
 
     return next(iter(_sparse.registrations().values()))
-
-
-PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
-"""Dtypes of less than a byte. A device may hold several values in one byte; NumPy never does."""
 
 
 def read_array(array: JaxlibArray) -> np.ndarray[Any, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from prejit.runtime.base.process_facts import is_plain_start
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import (
+    PACKED,
     DeviceArray,
     aligned_zeros,
     dtype_of,
@@ -94,11 +95,6 @@ class Device:
         self._lock = threading.Lock()
 
     @property
-    def copies_rows(self) -> bool:
-        """Whether the host copies rows of caches (host_caches.py), so that no program of a bundle does."""
-        return self.cpu_sharding is not None
-
-    @property
     def first(self) -> Any:
         """The device of the client, the first one of a mesh; a jax.Device if the client is jax's."""
         return self._local[0]
@@ -143,7 +139,7 @@ class Device:
         size = dtype.itemsize * math.prod(shape)
         source = shared_zeros(size).view(dtype).reshape(shape)
         array = _jaxlib.copy_to_cpu(source, self.cpu_sharding, self._local[0])
-        if size >= _LARGE_BYTES:
+        if size >= _LARGE_BYTES and dtype.name not in PACKED:
             from prejit.runtime.base import process_memory
 
             process_memory.zero(to_numpy(array).ctypes.data, size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
+from prejit.runtime.device.transfer import PACKED, DeviceArray, aligned_zeros
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
 from prejit.runtime.format.checks.program_interfaces import (
@@ -34,6 +34,7 @@ class DecoderPrograms:
         device: where they run.
         batches, contexts: the sizes of the buckets, ascending.
         cache: the arrays of a cache, at one row and one position.
+        copies_rows: whether the host copies rows of caches (host_caches.py), and no program does.
         source: what an encoder-decoder reads, at one row and one place; None: the model is another.
         is_rewindable: whether a row of a cache can go back to an earlier position.
         draft_tokens: the longest draft that the bundle can verify; 0 if it has no verify programs.
@@ -72,6 +73,8 @@ class DecoderPrograms:
         if (draft := programs.config.draft) is not None and draft is not decoder:
             self.draft = DecoderPrograms(draft, programs)
         self.cache = cache_arrays(decoder)  # check_config has parsed them
+        packed = any(array.dtype in PACKED for array in self.cache)
+        self.copies_rows = self.device.cpu_sharding is not None and not packed
         self.source = source_array(decoder)
         self.is_rewindable = is_rewindable(decoder)
         self._calls: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
@@ -206,7 +209,7 @@ class DecoderPrograms:
 
     def copying(self, source: tuple[int, int], to: tuple[int, int]) -> tuple[str, ...]:
         """Return the program that such a copy runs, unless the host copies; both are (batch, context)."""
-        return () if self.device.copies_rows else (self.copy_for(*source, *to).name,)
+        return () if self.copies_rows else (self.copy_for(*source, *to).name,)
 
     def can_copy(self, source: tuple[int, int], to: tuple[int, int]) -> bool:
         """Return whether rows of a cache can be copied into another; both are (batch, context)."""

@@ -103,9 +103,9 @@ def filling_aside(
             }
             prefixes.keep_aside(aside, texts)
         # The next source's cache comes from its encoder.
-        if decoder.device.copies_rows and decoder.source is None:
-            wiped = host_caches.wipe(decoder, aside.arrays)
-            decoder.spares[aside.batch, aside.context] = wiped
+        if decoder.copies_rows and decoder.source is None:
+            host_caches.wipe(aside.arrays)
+            decoder.spares[aside.batch, aside.context] = aside.arrays
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:

@@ -13,50 +13,35 @@ import numpy as np
 
 from prejit.runtime.base.process_memory import zero
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
-from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.format.arrays import Array
 
 
 def copy_rows(
-    decoder: DecoderPrograms,
+    layout: Sequence[Array],
     sources: Sequence[DeviceArray],
     targets: Sequence[DeviceArray],
     rows: Mapping[int, int],
     counts: Mapping[int, int] | None,
-) -> list[DeviceArray]:
-    """Write rows of a cache into another one, and return its arrays. Arguments as `KVCache.copy_rows`.
+) -> None:
+    """Write rows of a cache into another one. Arguments as `KVCache.copy_rows`, and the arrays of both.
 
     The targets must belong to one cache alone, as those that programs take donated do.
     """
-    made = []
-    for array, source, target in zip(decoder.cache, sources, targets, strict=True):
+    for array, source, target in zip(layout, sources, targets, strict=True):
         given, held = to_numpy(source), to_numpy(target)
-        is_packed = _is_packed(target, held)
-        written = held.copy() if is_packed else _writable(held)
+        written = _writable(held)
         for row, taken in rows.items():
             region = [slice(size) for size in given.shape[1:]]
             if counts is not None and "context" in array.variables:
                 region[array.variables.index("context") - 1] = slice(counts[row])
             written[row][tuple(region)] = given[taken][tuple(region)]
-        made.append(decoder.device.copy(written) if is_packed else target)
-    return made
 
 
-def wipe(decoder: DecoderPrograms, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
-    """Overwrite a cache that nothing uses with zeros, which take no memory, and return its arrays."""
-    made = []
+def wipe(arrays: Sequence[DeviceArray]) -> None:
+    """Overwrite a cache that nothing uses with zeros, which take no memory."""
     for array in arrays:
         held = to_numpy(array)
-        if is_packed := _is_packed(array, held):
-            held = np.zeros_like(held)
-        else:
-            zero(held.ctypes.data, held.nbytes)
-        made.append(decoder.device.copy(held) if is_packed else array)
-    return made
-
-
-def _is_packed(array: DeviceArray, held: np.ndarray[Any, Any]) -> bool:
-    """Return whether the values are a copy, because two of them lie in a byte of the array: int4."""
-    return bool(held.nbytes != array.on_device_size_in_bytes())
+        zero(held.ctypes.data, held.nbytes)
 
 
 def _writable(held: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -74,10 +74,10 @@ class KVCache:
         """
         decoder = self._decoder
         name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
-        if decoder.device.copies_rows:
+        if decoder.copies_rows:
             from prejit.runtime.generation import host_caches
 
-            self.arrays = host_caches.copy_rows(decoder, source.arrays, self.arrays, rows, counts)
+            host_caches.copy_rows(decoder.cache, source.arrays, self.arrays, rows, counts)
             return
         place = np.full(self.batch, -1, np.int32)
         place[list(rows)] = list(rows.values())

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.device import _jax_parts, _jit_dispatch
-from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
+from prejit.runtime.device.transfer import PACKED, DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.dispatched_calls_on_jax import JaxDispatchedCalls
@@ -118,7 +118,7 @@ class DispatchedCalls:
             and len(given) == len(chosen.values) == len({*map(id, given)})  # else it tells no order
             and all(map(is_, given, chosen.values))
             and not any(array.donated for array in arrays)
-            and not any(array.dtype in _jax_parts.PACKED for array in (*arrays, *results))
+            and not any(array.dtype in PACKED for array in (*arrays, *results))
         )
 
     def _path(self, chosen: ChosenBucket) -> Any:
