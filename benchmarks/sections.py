@@ -77,7 +77,8 @@ class Run:
     pictures: dict[str, str] = field(default_factory=dict)
 
 
-Section = Callable[[Run], tuple[list[Table], list[Target]]]
+Found = tuple[list[Table], list[Target]]
+Section = Callable[[Run], Found]
 
 _BOTH = ("float32", "int8")
 _DECODE_GOALS = (
@@ -102,7 +103,7 @@ def beside_peers(
     goals: Sequence[Goal],
     step_bytes: Callable[[str], int] | None = None,
     note: str = "",
-) -> tuple[list[Table], list[Target]]:
+) -> Found:
     """Run the same work with every entrant, and compare them.
 
     Args:
@@ -147,7 +148,7 @@ def beside_peers(
     return made, targets
 
 
-def cold(run: Run) -> tuple[list[Table], list[Target]]:
+def cold(run: Run) -> Found:
     """Measure first starts: no receipt, a cold disk, a fresh root, one CPU, little memory."""
     if run.bench.quick:
         quick = replace(run.bench, runs=min(run.bench.runs, 3))
@@ -155,14 +156,12 @@ def cold(run: Run) -> tuple[list[Table], list[Target]]:
     return _first_starts(run, "cold", run.bench, "gpt2", tuple(workload.BYTES))
 
 
-def cold_llama(run: Run) -> tuple[list[Table], list[Target]]:
+def cold_llama(run: Run) -> Found:
     """Measure first starts of a model of a billion parameters."""
     return _first_starts(run, "cold-llama", run.bench, "llama-1b", ("bfloat16", "int8"))
 
 
-def _first_starts(
-    run: Run, name: str, bench: Bench, model: str, dtypes: tuple[str, ...]
-) -> tuple[list[Table], list[Target]]:
+def _first_starts(run: Run, name: str, bench: Bench, model: str, dtypes: tuple[str, ...]) -> Found:
     """Measure first starts of one model, a key of cold.TITLES, as the section of this name."""
     found = cold_starts.measure(bench, model, dtypes, run.wanted)
     run.samples |= {f"{name}, {where}": dict(rows) for where, rows in found.samples.items()}
@@ -172,7 +171,7 @@ def _first_starts(
     return found.tables, found.targets
 
 
-def decode(run: Run) -> tuple[list[Table], list[Target]]:
+def decode(run: Run) -> Found:
     """Measure the main rows: exec to the first and the last token, decode, memory."""
     shutil.rmtree(run.bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     tables, targets = beside_peers(
@@ -217,7 +216,7 @@ _MODELS = (
 """Name, title and dtypes of the models that are measured in batches and with longer prompts."""
 
 
-def batch(run: Run) -> tuple[list[Table], list[Target]]:
+def batch(run: Run) -> Found:
     """Measure batches of several rows."""
     found = [
         beside_peers(
@@ -236,7 +235,7 @@ def batch(run: Run) -> tuple[list[Table], list[Target]]:
     return _joined(found)
 
 
-def prefill(run: Run) -> tuple[list[Table], list[Target]]:
+def prefill(run: Run) -> Found:
     """Measure prompts of 512 tokens in a warm process."""
     found = [
         beside_peers(
@@ -256,11 +255,11 @@ def prefill(run: Run) -> tuple[list[Table], list[Target]]:
     return _joined(found)
 
 
-def _joined(found: Sequence[tuple[list[Table], list[Target]]]) -> tuple[list[Table], list[Target]]:
+def _joined(found: Sequence[Found]) -> Found:
     return [t for tables, _ in found for t in tables], [t for _, targets in found for t in targets]
 
 
-def encoder(run: Run) -> tuple[list[Table], list[Target]]:
+def encoder(run: Run) -> Found:
     """Measure an encoder of MiniLM's sizes."""
     tables, targets = beside_peers(
         run,
@@ -279,26 +278,24 @@ def encoder(run: Run) -> tuple[list[Table], list[Target]]:
     return tables, targets
 
 
-def llama(run: Run) -> tuple[list[Table], list[Target]]:
+def llama(run: Run) -> Found:
     """Measure a model of a billion parameters."""
     return _of_llama(run, "llama-1b", "1.24", workload.LLAMA_1B)
 
 
-def llama_3b(run: Run) -> tuple[list[Table], list[Target]]:
+def llama_3b(run: Run) -> Found:
     """Measure a model of three billion parameters."""
     return _of_llama(run, "llama-3b", "3.2", workload.LLAMA_3B)
 
 
-def _of_llama(
-    run: Run, name: str, billions: str, sizes: workload.Llama
-) -> tuple[list[Table], list[Target]]:
+def _of_llama(run: Run, name: str, billions: str, sizes: workload.Llama) -> Found:
     title = f"Llama's shape with {billions} billion parameters, batch 1, 32 tokens in, 64 out"
     work = Work("generate", name, dtypes=_NARROW)
     columns = (FIRST, LAST, DECODE, RSS, PRIVATE, CPU)
     return beside_peers(run, name, title, work, columns, [], partial(workload.llama_bytes, sizes))
 
 
-def long_prompts(run: Run) -> tuple[list[Table], list[Target]]:
+def long_prompts(run: Run) -> Found:
     """Measure texts that go on after long prompts."""
     work = Work("generate", "llama-1b", dtypes=_NARROW, engines=("prejit", "llama.cpp"))
     found = [
@@ -315,38 +312,25 @@ def long_prompts(run: Run) -> tuple[list[Table], list[Target]]:
     return _joined(found)
 
 
-def qwen3(run: Run) -> tuple[list[Table], list[Target]]:
+def qwen3(run: Run) -> Found:
     """Measure a model of half a billion parameters, with a large vocabulary."""
     title = "Qwen3 0.6B's shape, batch 1, 32 tokens in, 64 out"
     return _of_family(run, "qwen3", "qwen3-600m", title)
 
 
-def llama_3b(run: Run) -> tuple[list[Table], list[Target]]:
-    """Measure a model of three billion parameters."""
-    return beside_peers(
-        run,
-        "llama-3b",
-        "Llama's shape with 3.2 billion parameters, batch 1, 32 tokens in, 64 out",
-        Work("generate", "llama-3b", dtypes=_NARROW),
-        (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
-        [],
-        partial(workload.llama_bytes, workload.LLAMA_3B),
-    )
-
-
-def mixture(run: Run) -> tuple[list[Table], list[Target]]:
+def mixture(run: Run) -> Found:
     """Measure a mixture of experts."""
     title = "OLMoE 1B-7B, 4 of 16 layers, 8 of 32 experts, batch 1, 32 tokens in, 64 out"
     return _of_family(run, "mixture", "olmoe-part", title)
 
 
-def hybrid(run: Run) -> tuple[list[Table], list[Target]]:
+def hybrid(run: Run) -> Found:
     """Measure a hybrid of short convolutions and attention."""
     title = "LFM2 1.2B, 8 of 16 layers, batch 1, 32 tokens in, 64 out"
     return _of_family(run, "hybrid", "lfm2-part", title)
 
 
-def _of_family(run: Run, name: str, model: str, title: str) -> tuple[list[Table], list[Target]]:
+def _of_family(run: Run, name: str, model: str, title: str) -> Found:
     work = Work("generate", model, dtypes=_NARROW)
     goals = [Goal(DECODE, dtype, 1.0) for dtype in _NARROW]
     columns = (FIRST, LAST, DECODE, RSS, PRIVATE, CPU)
@@ -364,7 +348,7 @@ FLAT_PROGRAMS: dict[str, workload.Sizes] = {
 }
 
 
-def flat(run: Run) -> tuple[list[Table], list[Target]]:
+def flat(run: Run) -> Found:
     """Measure how start-up depends on the number of programs and on the size of the weights."""
     bench, failures = run.bench, run.failures.setdefault("flat", {})
     rows, vocabulary = [], str(workload.LLAMA_TINY.vocabulary)

@@ -29,8 +29,8 @@ from prejit.runtime.device._jaxlib import (
     new_cpu_client,
     result_handler,
 )
-from prejit.runtime.device.transfer import PACKED
 from prejit.runtime.errors import UsageError
+from prejit.runtime.format.arrays import PACKED
 
 
 def import_jax() -> None:

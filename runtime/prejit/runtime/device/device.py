@@ -17,7 +17,6 @@ import numpy as np
 from prejit.runtime.base.process_facts import is_plain_start
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.transfer import (
-    PACKED,
     DeviceArray,
     aligned_zeros,
     dtype_of,
@@ -25,7 +24,7 @@ from prejit.runtime.device.transfer import (
     to_numpy,
 )
 from prejit.runtime.errors import BuildError, ExecutableError, PrejitError, UsageError
-from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.arrays import PACKED, Array, Mesh
 
 _LARGE_BYTES = 4 << 20
 """Zeros of so many bytes take memory when they are written: most of a large cache never is."""

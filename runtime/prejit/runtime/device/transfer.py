@@ -17,10 +17,6 @@ DeviceArray = Any
 because it is made without jax's Python; `to_jax` makes an array that jax can use."""
 
 
-PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
-"""Dtypes of less than a byte. A device may hold several values in one byte; NumPy never does."""
-
-
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return zeros at a 64-byte boundary. A CPU device takes them without a copy."""
     size = dtype.itemsize * math.prod(shape)

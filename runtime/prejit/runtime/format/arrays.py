@@ -23,6 +23,8 @@ DTYPES = (
 jax also has int1, uint1, float6_e2m3fn and float6_e3m2fn. XLA:CPU treats the first two as bool, and the
 others end the process.
 """
+PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+"""Dtypes of less than a byte. A device may hold several values in one byte; NumPy never does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device.transfer import PACKED, DeviceArray, aligned_zeros
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
 from prejit.runtime.errors import UsageError
+from prejit.runtime.format.arrays import PACKED
 from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
 from prejit.runtime.format.checks.program_interfaces import (
     cache_arrays,

@@ -10,9 +10,10 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.device import _jax_parts, _jit_dispatch
-from prejit.runtime.device.transfer import PACKED, DeviceArray, dtype_of, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import PACKED
 from prejit.runtime.programs.dispatched_calls_on_jax import JaxDispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
 from prejit.runtime.programs.pytree import has_registered_tuple
