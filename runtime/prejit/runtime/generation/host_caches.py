@@ -34,7 +34,7 @@ def copy_rows(
             region = [slice(size) for size in given.shape[1:]]
             if counts is not None and "context" in array.variables:
                 region[array.variables.index("context") - 1] = slice(counts[row])
-            written[row][tuple(region)] = given[taken][tuple(region)]
+            written[row, *region] = given[taken, *region]
 
 
 def wipe(arrays: Sequence[DeviceArray]) -> None:

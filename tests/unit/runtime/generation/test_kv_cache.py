@@ -41,6 +41,17 @@ def test_the_host_copies_the_positions_that_count(bundle):
         np.testing.assert_array_equal(new, old)
 
 
+def test_the_host_copies_an_array_of_one_value_for_each_row(bundle):
+    """Of an encoder-decoder, how long each source is."""
+    device, layout = (
+        bundle.decoder.device,
+        (Array(("cache", 0), "int32", (1,), variables=("batch",)),),
+    )
+    given, held = (device.copy(np.array(values, np.int32)) for values in ([3, 4], [5, 6, 7]))
+    host_caches.copy_rows(layout, [given], [held], {2: 0}, {2: 9})
+    np.testing.assert_array_equal(to_numpy(held), [5, 6, 3])
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
 def test_the_host_copies_and_wipes_dtypes_that_numpy_does_not_have(bundle, dtype):
     device = bundle.decoder.device
