@@ -31,7 +31,7 @@ def copy_rows(
         given, held = to_numpy(source), to_numpy(target)
         written = _writable(held)
         for row, taken in rows.items():
-            region = [slice(size) for size in given.shape[1:]]
+            region: list[Any] = [slice(size) for size in given.shape[1:]]
             if counts is not None and "context" in array.variables:
                 region[array.variables.index("context") - 1] = slice(counts[row])
             written[row, *region] = given[taken, *region]

@@ -15,7 +15,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import Constant, decode, dumps, imported, plain
 from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.programs.pytree import ORDERED, bare_object, field_names
-from prejit.runtime.recorded.hook.tree_nodes import structure_of
+from prejit.runtime.recorded.hook.jax_calls import structure_of
 
 
 @dataclass(frozen=True, slots=True)

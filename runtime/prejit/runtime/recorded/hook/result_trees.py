@@ -18,10 +18,9 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef
 
-from prejit.runtime.recorded.hook.jax_calls import JaxCall, TracedPart
+from prejit.runtime.recorded.hook.jax_calls import JaxCall, TracedPart, structure_of
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import attributes_of, is_of_program
-from prejit.runtime.recorded.hook.tree_nodes import structure_of
 
 _DEPTH = 12
 """How deep values given with a call are looked for."""
