@@ -15,7 +15,6 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import Constant, decode, dumps, imported, plain
 from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.programs.pytree import ORDERED, bare_object, field_names
-from prejit.runtime.recorded.hook.jax_calls import structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,8 @@ def _structure(tree: trees.Tree, given: Mapping[str, Any]) -> Any:
         if len(found) != len(parts) or not all(map(operator.is_, found, parts)):
             raise _UnknownError  # a class that takes itself apart otherwise
         data = level.node_data()
+    from prejit.runtime.recorded.hook.jax_calls import structure_of  # one array needs none of it
+
     return structure_of(*data, children)
 
 

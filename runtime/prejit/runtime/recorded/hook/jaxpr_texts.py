@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import random
 
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError, sharding_json
 from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
@@ -21,8 +20,6 @@ from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), slice)
 _CALLED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 """Primitives that hold functions for transformations, and the parameter that is lowered."""
-_RANDOM = (random.threefry_prng_impl, random.rbg_prng_impl, random.unsafe_rbg_prng_impl)
-"""Implementations of random numbers: they hold functions, and have names."""
 
 
 def jaxpr_text(jaxpr: Any) -> str:
@@ -93,7 +90,7 @@ def value_text(value: Any) -> str:
         return f"{name}.{value.name}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    if any(value is each for each in _RANDOM):
+    if kind.__name__ == "PRNGImpl" and _is_known(value):
         return f"{name} {value.name}"
     if isinstance(value, (tuple, list)):
         return f"{name}[{', '.join(map(value_text, value))}]"
@@ -127,6 +124,14 @@ def value_text(value: Any) -> str:
     if kind.__module__ == "jax._src.flattree":
         return f"{name}{value_text(vars(value))}"
     raise NotKeptError(f"it holds a {name}")
+
+
+def _is_known(implementation: Any) -> bool:
+    """Return whether it is one of jax's own, of random numbers: they hold functions, and have names."""
+    from jax.extend import random  # takes 20 ms, because it imports Pallas
+
+    known = random.threefry_prng_impl, random.rbg_prng_impl, random.unsafe_rbg_prng_impl
+    return any(implementation is each for each in known)
 
 
 def _array(value: Any, name: str) -> str:
