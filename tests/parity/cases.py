@@ -376,12 +376,12 @@ def _llama_shapes(config: Config) -> Shapes:
 
 
 def norm(name: str, width: int) -> Shapes:
-    """Of a layer norm."""
+    """Shapes of a layer norm."""
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
 def linear(name: str, inputs: int, outputs: int) -> Shapes:
-    """Of a linear layer with a bias."""
+    """Shapes of a linear layer with a bias."""
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 

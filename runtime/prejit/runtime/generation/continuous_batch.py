@@ -280,11 +280,7 @@ class Batch(Slots):
                 if live:
                     assert cache is not None
                     rows = {new: slot for slot, new in moved.items()}
-                    counts = {
-                        new: len(self._held[slot].token_ids) if row is None else row.cached
-                        for new, slot in rows.items()
-                        for row in [self._rows[slot]]
-                    }
+                    counts = {new: self._cached(slot) for new, slot in rows.items()}
                     bucket = batch, cache.context
                     self._cache = self._growing().moved(cache, rows, bucket, counts)
             held = self._held if self._cache is not None else [CachedText() for _ in self._held]
@@ -295,6 +291,11 @@ class Batch(Slots):
             self._rows, self._held = new_rows, new_held
             self._forget(counts=True)
             return {slot: moved[slot] for slot in live}
+
+    def _cached(self, slot: int) -> int:
+        """Return how many positions of a slot hold a text."""
+        row = self._rows[slot]
+        return len(self._held[slot].token_ids) if row is None else row.cached
 
     def keep(self) -> None:
         """Keep what free slots have cached among the prefixes too, for prompts that enter other slots."""

@@ -1,6 +1,6 @@
 """Caches that lie in the memory of this process: the host copies rows of them, and wipes them.
 
-A program would write all of a row, and so make pages for a whole context, of which a text fills a part.
+A text fills a part of its row. A program that copies it writes the whole row, so all of it takes memory.
 """
 
 from __future__ import annotations

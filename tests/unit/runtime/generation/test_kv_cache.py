@@ -42,7 +42,7 @@ def test_the_host_copies_the_positions_that_count(bundle):
 
 
 def test_the_host_copies_an_array_of_one_value_for_each_row(bundle):
-    """Of an encoder-decoder, how long each source is."""
+    """An encoder-decoder has one: how long each source is."""
     device, layout = (
         bundle.decoder.device,
         (Array(("cache", 0), "int32", (1,), variables=("batch",)),),

@@ -69,7 +69,7 @@ class Linear(nnx.Module):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the matrix is stored in fewer bits than float32 has."""
+        """Whether the matrix is stored in fewer bits than float32."""
         return self.weight.dtype != jnp.float32
 
     @property

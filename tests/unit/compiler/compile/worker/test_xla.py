@@ -1,4 +1,4 @@
-"""Machines that are not here, as their compilers are told of them."""
+"""What XLA's compiler is told of machines that are not here."""
 
 from prejit.compiler.compile.worker.xla import _one_host
 
