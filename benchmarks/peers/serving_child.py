@@ -5,9 +5,10 @@
     peers/serving_child.py openvino DIRECTORY PROMPTS VOCABULARY TOKENS CLIENTS...    OpenVINO GenAI
 
 PROMPTS is the length of prompts, or the least and the greatest, as 32-900: the logarithms of lengths are
-evenly spread. For each number of clients it prints a line of JSON: tokens a second, times to first tokens,
-times between tokens, and the process's memory. Clients are threads. In process, one more thread drives the
-model, and tokens come to the clients by queues. The standard library only, beside the measured engine.
+evenly spread. 1000+32-900 puts the same 1,000 tokens before all, as a system prompt does. For each number of
+clients it prints a line of JSON: tokens a second, times to first tokens, times between tokens, and the
+process's memory. Clients are threads. In process, one more thread drives the model, and tokens come to the
+clients by queues. The standard library only, beside the measured engine.
 """
 
 from __future__ import annotations
@@ -54,24 +55,30 @@ class Prompts:
         least: fewest tokens of a prompt.
         greatest: most tokens of a prompt.
         vocabulary: number of tokens of the model.
+        shared: tokens that all begin with, beside those.
     """
 
     least: int
     greatest: int
     vocabulary: int
+    shared: int
 
     @classmethod
     def read(cls, lengths: str, vocabulary: int) -> Prompts:
         """Return the prompts of the module's docstring."""
-        least, _, greatest = lengths.partition("-")
-        return cls(int(least), int(greatest or least), vocabulary)
+        shared, _, own = lengths.rpartition("+")
+        least, _, greatest = own.partition("-")
+        return cls(int(least), int(greatest or least), vocabulary, int(shared or 0))
 
     def of(self, number: int) -> list[int]:
-        """Return a prompt that shares no beginning with another number's. The last tokens are special."""
+        """Return a prompt that no other number's shares more with. The last tokens are special."""
         values = random.Random(number)
         share = values.random() if self.greatest > self.least else 0
         length = round(self.least * (self.greatest / self.least) ** share)
-        return [values.randrange(FIRST_WORD, self.vocabulary - 8) for _ in range(length)]
+        return self._words(random.Random(0), self.shared) + self._words(values, length)
+
+    def _words(self, values: random.Random, count: int) -> list[int]:
+        return [values.randrange(FIRST_WORD, self.vocabulary - 8) for _ in range(count)]
 
 
 def ask_all(
@@ -129,9 +136,10 @@ class Http:
     Each request has a connection of its own: llama.cpp's server closes that of a stream.
     """
 
-    def __init__(self, port: int) -> None:
-        """Remember a port of this machine."""
+    def __init__(self, port: int, reuse: bool) -> None:
+        """Remember a port of this machine, and whether llama.cpp may reuse beginnings of prompts."""
         self._port = port
+        self._reuse = reuse
 
     def __call__(self, prompt: list[int], tokens: int) -> Callable[[], Tokens]:
         """Stream a completion."""
@@ -142,6 +150,7 @@ class Http:
             "stream": True,
             "stream_options": {"include_usage": True},
             **GREEDY,
+            "cache_prompt": self._reuse,
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
         connection.request(
@@ -157,9 +166,8 @@ class Http:
         return lambda: counted(found, tokens)
 
 
-GREEDY = {"temperature": 0, "top_k": 1, "cache_prompt": False}
-"""Options of requests: greedy for both servers. The last one is llama.cpp's; prejit's server
-ignores it by an option."""
+GREEDY = {"temperature": 0, "top_k": 1}
+"""Options of requests: greedy for both servers."""
 
 
 def counted(found: list[tuple[float, bytes]], tokens: int) -> Tokens:
@@ -185,18 +193,23 @@ def counted(found: list[tuple[float, bytes]], tokens: int) -> Tokens:
     yield found[-1][0], usage - seen
 
 
-def http_client(target: str, slots: int) -> tuple[Callable[[], Ask], Callable[[], None]]:
+def http_client(
+    target: str, slots: int, reuse: bool
+) -> tuple[Callable[[], Ask], Callable[[], None]]:
     """Return how to make a client of a server at PORT:PID, and a function that closes nothing."""
     del slots  # the server has them
     port = int(target.partition(":")[0])
-    return lambda: Http(port), lambda: None
+    return lambda: Http(port, reuse), lambda: None
 
 
-def engine_client(bundle_path: str, slots: int) -> tuple[Callable[[], Ask], Callable[[], None]]:
+def engine_client(
+    bundle_path: str, slots: int, reuse: bool
+) -> tuple[Callable[[], Ask], Callable[[], None]]:
     """Return how to make a client of prejit's engine, and how to close it."""
     from prejit.runtime import load
 
-    engine = Engine(load(bundle_path, on_mismatch="error"), slots=slots, prefix_memory=0)
+    bundle = load(bundle_path, on_mismatch="error")
+    engine = Engine(bundle, slots=slots, prefix_memory=None if reuse else 0)
 
     def ask(prompt: list[int], tokens: int) -> Callable[[], Tokens]:
         found = []
@@ -208,7 +221,9 @@ def engine_client(bundle_path: str, slots: int) -> tuple[Callable[[], Ask], Call
     return lambda: ask, engine.close
 
 
-def openvino_client(path: str, slots: int) -> tuple[Callable[[], Ask], Callable[[], None]]:
+def openvino_client(
+    path: str, slots: int, reuse: bool
+) -> tuple[Callable[[], Ask], Callable[[], None]]:
     """Return how to make a client of OpenVINO's continuous batching, and how to close it."""
     import numpy as np
     import openvino
@@ -216,7 +231,7 @@ def openvino_client(path: str, slots: int) -> tuple[Callable[[], Ask], Callable[
 
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_seqs = slots
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = reuse
     options = {
         "INFERENCE_PRECISION_HINT": "f32",
         "INFERENCE_NUM_THREADS": workload.threads(),
@@ -293,7 +308,7 @@ def main(way: str, target: str, lengths: str, *sizes: str) -> None:
     vocabulary, tokens, *counts = map(int, sizes)
     prompts = Prompts.read(lengths, vocabulary)
     make = {"http": http_client, "engine": engine_client, "openvino": openvino_client}[way]
-    connect, close = make(target, max(counts))
+    connect, close = make(target, max(counts), bool(prompts.shared))
     process = target.rpartition(":")[2] if way == "http" else "self"
     for clients in counts:
         before = cpu_seconds(process)

@@ -5,6 +5,8 @@
 
     --systems prejit      what HTTP costs: the server beside the engine
     --prompts 32-900      bursts of prompts of many lengths, in a context of 1,024; other pages
+    --prompts 1000+32-900 the same with 1,000 tokens before each that all share, as a system prompt, in a
+                          context of 2,048; here each system reuses what it keeps
 
 Writes benchmarks/results/. All have the same weights, and get the same requests: prompts of
 32 tokens, greedy, a fixed number of new tokens, no reuse of prompts. N clients send requests one after
@@ -52,7 +54,7 @@ from benchmarks.harness.workspace import Bench, bench_directory
 from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
 from benchmarks.peers.serving_child import quantile
 
-CONTEXT, LONG_CONTEXT = 128, 1024
+CONTEXT, LONG_CONTEXT, SHARED_CONTEXT = 128, 1024, 2048
 LONG_PROMPTS = (64, 256)
 """Prompt buckets of bundles for prompts of many lengths."""
 START_SECONDS = 120
@@ -115,7 +117,7 @@ class Prepared:
         model: the model.
         counts: numbers of clients, ascending.
         tokens: new tokens of each request.
-        prompts: lengths of the prompts, as 32 or 32-900.
+        prompts: lengths of the prompts, as 32, 32-900 or 1000+32-900.
         bundle: prejit's bundle; empty: not needed.
         gguf: llama.cpp's file.
         openvino: OpenVINO's directory.
@@ -136,7 +138,12 @@ class Prepared:
     @property
     def context(self) -> int:
         """Tokens of a request, its new ones included."""
-        return LONG_CONTEXT if "-" in self.prompts else CONTEXT
+        return context_of(self.prompts)
+
+    @property
+    def reuse(self) -> bool:
+        """Whether prompts share a beginning that systems may keep."""
+        return "+" in self.prompts
 
 
 Cells = list[dict[str, Any]]
@@ -155,11 +162,14 @@ def prepare(
     model = MODELS[name]
     bundle = gguf = openvino = llama_server = openvino_python = ""
     if PREJIT_SERVER in systems or PREJIT_ENGINE in systems:
-        sizes = {"batch": counts, "prompt": (workload.PROMPT_TOKENS,), "context": (CONTEXT,)}
+        context = context_of(prompts)
+        sizes = {"batch": counts, "prompt": (workload.PROMPT_TOKENS,), "context": (context,)}
         title = f"serving-peers-{name}"
-        if "-" in prompts:
-            sizes = {"batch": (1, *counts), "prompt": LONG_PROMPTS, "context": (LONG_CONTEXT,)}
-            title = f"serving-bursts-{name}"
+        if context > CONTEXT:
+            sizes |= {"batch": (1, *counts), "prompt": LONG_PROMPTS}
+            title = (
+                f"serving-bursts-{name}" if context == LONG_CONTEXT else f"serving-shared-{name}"
+            )
         source = str(with_tokenizer(bench, model.source))
         bundle = bench.built_manifest(title, decoder_manifest(title, source, model.dtype, sizes))
     if LLAMA_SERVER in systems:
@@ -181,6 +191,13 @@ def prepare(
         llama_server=llama_server,
         openvino_python=openvino_python,
     )
+
+
+def context_of(prompts: str) -> int:
+    """Return the context for prompts of these lengths and their new tokens."""
+    if "+" in prompts:
+        return SHARED_CONTEXT
+    return LONG_CONTEXT if "-" in prompts else CONTEXT
 
 
 def with_tokenizer(bench: Bench, name: str) -> Path:
@@ -256,8 +273,7 @@ def prejit_serve(prepared: Prepared) -> Cells:
         prepared.bundle,
         "--port",
         str(port),
-        "--prefix-memory",
-        "0",  # nothing is kept, as by the others
+        *(() if prepared.reuse else ("--prefix-memory", "0")),
         "--ignore-unknown-fields",  # one of llama.cpp's
     )
     with running((*command, "--on-mismatch", "error"), port, "/health/ready") as process:
@@ -265,7 +281,7 @@ def prejit_serve(prepared: Prepared) -> Cells:
 
 
 def llama_options(prepared: Prepared) -> list[str]:
-    """Return the options of llama.cpp's server: as many slots as clients, prejit's cache, nothing kept."""
+    """Return the options of llama.cpp's server: as many slots as clients, and prejit's cache."""
     slots, threads = max(prepared.counts), str(workload.threads())
     cache = "f32" if prepared.model.dtype == "float32" else "f16"
     given = [
@@ -277,8 +293,8 @@ def llama_options(prepared: Prepared) -> list[str]:
         str(slots * max(256, prepared.context)),
     ]
     given += ["--threads", threads, "--threads-batch", threads]
-    given += ["--cache-type-k", cache, "--cache-type-v", cache, "--cache-ram", "0"]
-    given += ["--no-ui"]
+    given += ["--cache-type-k", cache, "--cache-type-v", cache, "--no-ui"]
+    given += [] if prepared.reuse else ["--cache-ram", "0"]
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     # Its product for CPUs with AMX crashes on q8_0; see llama_cpp_child.py.
     return [*given, "--no-repack"] if " amx_int8" in flags else given
@@ -326,7 +342,8 @@ def main() -> None:
     facts = begin(given.rounds)
     facts["versions"] |= peer_versions(bench, systems)
     facts |= {"counts": counts, "prompts": given.prompts}
-    what = "serving-bursts" if "-" in given.prompts else "serving-peers"
+    kinds = {CONTEXT: "peers", LONG_CONTEXT: "bursts", SHARED_CONTEXT: "shared"}
+    what = f"serving-{kinds[context_of(given.prompts)]}"
     facts["tokens"] = {name: ready.tokens for name, ready in prepared.items()}
     found: dict[str, list[Cells]] = {}
     for number in range(given.rounds):
