@@ -29,7 +29,6 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from benchmarks.harness import workload
-from prejit.server import Engine
 
 REQUESTS = 2
 """Requests of each client that count. One more comes before them."""
@@ -206,7 +205,8 @@ def engine_client(
     bundle_path: str, slots: int, reuse: bool
 ) -> tuple[Callable[[], Ask], Callable[[], None]]:
     """Return how to make a client of prejit's engine, and how to close it."""
-    from prejit.runtime import load
+    from prejit.runtime import load  # OpenVINO's environment has no prejit
+    from prejit.server import Engine
 
     bundle = load(bundle_path, on_mismatch="error")
     engine = Engine(bundle, slots=slots, prefix_memory=None if reuse else 0)
