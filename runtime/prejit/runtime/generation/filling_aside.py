@@ -84,9 +84,11 @@ def filling_aside(
         else:
             aside = yield from allocating(decoder, batch, context, limit)
         for place, slot in enumerate(group):
-            if (prefix := members[slot].prefix) is not None:
-                counts = {place: members[slot].start}
-                aside.copy_rows(prefix.at(aside.context), {place: 0}, counts)
+            prefix, start = members[slot].prefix, members[slot].start
+            if prefix is not None:
+                aside.copy_rows(prefix.at(aside.context), {place: 0}, {place: start})
+            elif start:
+                aside.copy_rows(cache(), {place: slot}, {place: start})
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
         yield from fill(decoder, lambda: aside, computed, limit)  # noqa: B023 (done with this one)

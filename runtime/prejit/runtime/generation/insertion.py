@@ -95,7 +95,9 @@ def inserting(
     for slot, member in waiting.items():
         if (images := member.row.request.images) is not None and images.is_missing(member):
             aside = {**aside, slot: member}
-    if rows is not None:
+    if rows is not None and decoder.copies_rows:
+        aside = waiting
+    elif rows is not None:
         for member in waiting.values():
             prompt = len(member.row.request.prompt)
             left = prompt - member.start

@@ -68,17 +68,18 @@ class KVCache:
         """Overwrite rows with rows of another cache whose context is at most as long.
 
         Args:
-            source: a cache of this batch or of the bundle's smallest batch; it does not change.
+            source: a cache of this batch or of the bundle's smallest batch, or of any if the host copies; it
+                does not change.
             rows: for each row of this cache to overwrite, the row of the source.
             counts: for each of them, how many positions matter; None: all.
         """
         decoder = self._decoder
-        name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
         if decoder.copies_rows:
             from prejit.runtime.generation import host_caches
 
             host_caches.copy_rows(decoder.cache, source.arrays, self.arrays, rows, counts)
             return
+        name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
         place = np.full(self.batch, -1, np.int32)
         place[list(rows)] = list(rows.values())
         placed = decoder.device.put(place)

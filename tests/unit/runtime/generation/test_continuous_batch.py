@@ -205,6 +205,22 @@ def test_a_move_that_cannot_be_costs_no_text(decoder_dir):
     assert tuple(ids(finish(batch, found)[slot])) == greedy(bundle, TEXT[:30], 6).token_ids
 
 
+def test_a_text_that_goes_on_is_computed_for_its_row_alone(bundle):
+    """Beside another one. A prefill of the whole batch would compute the new tokens for each row."""
+    bundle.prepare()
+    batch = bundle.batch(3)
+    (first,) = batch.insert(request(TEXT[:20], 4))
+    text = [*TEXT[:20], *ids(finish(batch)[first]), 5, 6]
+    batch.insert(request([3], 40))
+    (slot,) = batch.begin(request(text, 4))
+    found = finish(batch)[slot]
+    assert (slot, tuple(ids(found))) == (first, greedy(bundle, text, 4).token_ids)
+    usage = found[-1].usage
+    assert usage.reused_tokens == 23
+    prefills = [name for name in usage.programs if name.startswith("prefill")]
+    assert [name for name in prefills if name.startswith("prefill/b1-")] == prefills != []
+
+
 def test_prompts_that_leave_half_computed_leave_no_nan(broken_dir):
     """The programs of a model of the user's own may read what lies behind a text, times zero."""
     batch = load(broken_dir).batch(3)
