@@ -18,6 +18,7 @@ from typing import final
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.insertion import SHARED_TOKENS, Arrival
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefill import Entering, Limit, no_limit
 from prejit.runtime.generation.prefixes import PrefixCache
@@ -37,20 +38,23 @@ class _Insertion:
     """Requests whose prompts are being computed.
 
     Attributes:
-        slots: where they go.
+        arrival: the requests, and where they go.
         work: computes the next chunk, and returns the rows at its end.
-        longest: of the prompts, in tokens.
         seconds: how long it has taken so far.
         positions: of the next chunk; 0: not known before it begins.
         evicted: slots whose requests have left meanwhile; they are free when the work is done.
     """
 
-    slots: tuple[int, ...]
+    arrival: Arrival
     work: Generator[int, None, dict[int, Entering]]
-    longest: int
     seconds: float
     positions: int = 0
     evicted: set[int] = field(default_factory=set)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Where the requests go."""
+        return self.arrival.slots
 
 
 @final
@@ -140,6 +144,22 @@ class Batch(Slots):
         with self._lock:
             return self._begin(requests, self._limit, self._together).slots if requests else ()
 
+    def awaits(self, request: Request) -> bool:
+        """Return whether most of a prompt that is being computed is a beginning of this request's, too.
+
+        A request that begins when that one is finished finds it kept. Until then both would compute it.
+        """
+        with self._lock:
+            if self._prefixes is None or not self._prefixes.most_bytes:
+                return False
+            for row in (row for each in self._insertions for row in each.arrival.rows):
+                reused, prompt = row.usage.reused_tokens, row.request.prompt
+                text = CachedText(prompt, row.request.namespace)
+                saved = text.reusable(self._decoder, request) - reused
+                if saved >= SHARED_TOKENS and 2 * saved >= len(prompt) - reused:
+                    return True
+            return False
+
     def call_for(self, prompt_tokens: int, count: int, positions: int) -> tuple[int, int]:
         """Return how many prompts like this one should `begin` together, and the longest that fits in.
 
@@ -220,9 +240,10 @@ class Batch(Slots):
                 if insertion.evicted.issuperset(insertion.slots):
                     self._insertions.remove(insertion)
                     if insertion.positions:  # what it computed may be NaN
+                        longest = max(len(row.request.prompt) for row in insertion.arrival.rows)
                         with self._closed_on_error():
                             for each in insertion.slots:
-                                self._clear(each, {each: insertion.longest})
+                                self._clear(each, {each: longest})
                     self._rest()
 
     def is_ready_for(self, slots: int) -> bool:
@@ -316,9 +337,8 @@ class Batch(Slots):
     def _begin(self, requests: Sequence[Request], limit: Limit, together: int) -> _Insertion:
         """Reserve slots for requests. Arguments as `_arrive`."""
         started = time.perf_counter()
-        slots, work = self._arrive(requests, limit, together)
-        longest = max(len(request.prompt) for request in requests)
-        insertion = _Insertion(slots, work, longest, time.perf_counter() - started)
+        arrival, work = self._arrive(requests, limit, together)
+        insertion = _Insertion(arrival, work, time.perf_counter() - started)
         self._stalled_seconds += insertion.seconds
         self._insertions.append(insertion)
         return insertion

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.prefixes import CompactPrefix, PrefixCache
     from prejit.runtime.generation.shared_prefix import Prefix
 
-_SHARED_TOKENS = 16
-"""Requests inserted together share the computation of a common beginning of at least this many tokens."""
+SHARED_TOKENS = 16
+"""Requests that come together share the computation of a common beginning of at least this many tokens."""
 
 Held = Mapping[int, CachedText]
 """The text that each free slot has cached, by slot."""
@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
 
     rows: Sequence[Row]
     masks: Sequence[np.ndarray[Any, Any] | None]
-    slots: Sequence[int]
+    slots: tuple[int, ...]
     held: Held
     context: int
     together: int
@@ -186,7 +186,7 @@ def _shared_prefix(
             decoder.reusable(known, row.request.prompt),
             arrival.held[slot].reusable(decoder, row.request),
         )
-        if common - cached < _SHARED_TOKENS:
+        if common - cached < SHARED_TOKENS:
             return None
     from prejit.runtime.generation.filling_aside import computing_prefix
 

@@ -41,6 +41,7 @@ class PrefixCache:
     memory of its own tokens, elsewhere that of a whole cache with one row.
 
     Attributes:
+        most_bytes: how much they may take.
         size_bytes: how much the prefixes took when they were last trimmed.
     """
 
@@ -48,7 +49,7 @@ class PrefixCache:
         """Keep nothing yet, and never more than this."""
         self._decoder = decoder
         self._is_compact = can_compact(decoder)
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._prefixes: list[_Kept] = []  # the one that was used last comes last
         self.size_bytes = 0
 
@@ -88,7 +89,7 @@ class PrefixCache:
             return
         if self._is_compact:
             self.keep_row(CachedText(prefix.token_ids, namespace), prefix.at(prefix.context), 0)
-        elif self._saves(prefix.token_ids, namespace) and prefix.size_bytes <= self._most_bytes:
+        elif self._saves(prefix.token_ids, namespace) and prefix.size_bytes <= self.most_bytes:
             self._add(prefix, namespace)
 
     def keep_aside(self, cache: KVCache, texts: Mapping[int, CachedText]) -> None:
@@ -112,11 +113,11 @@ class PrefixCache:
         if not self._saves(token_ids, namespace):
             return
         if self._is_compact:
-            if (size := cache_bytes(decoder.cache, 1, len(token_ids))) <= self._most_bytes:
-                self._drop(self._most_bytes - size)  # before there is another one
+            if (size := cache_bytes(decoder.cache, 1, len(token_ids))) <= self.most_bytes:
+                self._drop(self.most_bytes - size)  # before there is another one
                 self._add(CompactPrefix(decoder, token_ids, cache, row), namespace)
             return
-        if cache_bytes(decoder.cache, *smallest) > self._most_bytes or not decoder.can_copy(
+        if cache_bytes(decoder.cache, *smallest) > self.most_bytes or not decoder.can_copy(
             (cache.batch, cache.context), smallest
         ):
             return
@@ -153,7 +154,7 @@ class PrefixCache:
 
     def trim(self) -> None:
         """Drop prefixes until the rest takes no more than it may: whole caches grow when they serve."""
-        self._drop(self._most_bytes)
+        self._drop(self.most_bytes)
 
     def _drop(self, most_bytes: int) -> None:
         # Counted here, once for each prompt: an engine reads the size with each step, and may keep thousands.

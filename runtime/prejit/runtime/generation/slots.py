@@ -111,11 +111,11 @@ class Slots:
             if not requests:
                 return ()
             started = time.perf_counter()
-            slots, work = self._arrive(requests, no_limit, 1)
+            arrival, work = self._arrive(requests, no_limit, 1)
             with self._closed_on_error():
                 members = whole(work)
                 self._enter(members, time.perf_counter() - started, ())
-            return slots
+            return arrival.slots
 
     def step(self, meanwhile: Callable[[], object] = nothing) -> list[Token]:
         """Return the next tokens of live slots: at least one each, in order; empty if no slot is live.
@@ -191,7 +191,7 @@ class Slots:
 
     def _arrive(
         self, requests: Sequence[Request], limit: Limit, together: int
-    ) -> tuple[tuple[int, ...], Generator[int, None, dict[int, Entering]]]:
+    ) -> tuple[Arrival, Generator[int, None, dict[int, Entering]]]:
         """Reserve slots for requests, and make room for them in the cache. Return also what computes them."""
         self._decoder.programs.ask()
         for request in requests:
@@ -214,7 +214,7 @@ class Slots:
             self._held[slot] = CachedText()
         arrival = Arrival(rows, masks, slots, held, context, together)
         work = inserting(self._decoder, self._current, self._grow, arrival, limit, self._prefixes)
-        return slots, work
+        return arrival, work
 
     def _keep_shared(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
         """Keep what later prompts may share, before these requests overwrite the slots."""

@@ -327,20 +327,20 @@ class Loop:
             self._running.update(zip(slots, tickets, strict=True))
 
     def _take(self) -> list[Ticket]:
-        """Take the next request from the queue, and those behind it whose prompts fit into one call."""
+        """Take the next request, unless it awaits another's prompt, and those that fit into the same call."""
         taken: list[Ticket] = []
         rows, longest = 1, 0
         with self._changed:
             while len(taken) < rows and (found := self._queue.next()) is not None:
-                prompt_tokens = len(found[1].generation.request.prompt)
+                request = found[1].generation.request
+                if self._batch.awaits(request) or (taken and len(request.prompt) > longest):
+                    break
                 if not taken:
                     most = positions_of_call(self._prefill_tokens, self._positions())
                     waiting = sum(self._queue.can_run.values())
-                    rows, longest = self._batch.call_for(prompt_tokens, waiting, most)
-                elif prompt_tokens > longest:
-                    break
+                    rows, longest = self._batch.call_for(len(request.prompt), waiting, most)
                 client, ticket = self._queue.take()
-                self._queue.charge(client, prompt_tokens)
+                self._queue.charge(client, len(request.prompt))
                 taken.append(ticket)
         return taken
 

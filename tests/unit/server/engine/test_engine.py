@@ -178,6 +178,24 @@ def test_prompts_of_two_clients_that_enter_together_share_nothing(bundle, shares
     assert max(token.usage.reused_tokens for token in batch.step()) == 30 * shares
 
 
+@pytest.mark.parametrize(
+    ("client", "memory", "common", "waits"),
+    [("a", MIB, 30, True), ("b", MIB, 30, False), ("a", 0, 30, False), ("a", MIB, 12, False)],
+)
+def test_a_prompt_waits_for_one_that_begins_alike(bundle, made, client, memory, common, waits):
+    batch = Batch(bundle.decoder, 4, prefixes=PrefixCache(bundle.decoder, memory))
+    batch.insert(Request([3], max_new_tokens=30))
+    batch.begin(Request([*LONG[:30], 1], max_new_tokens=2, namespace=("a",)))
+    other = Request([*LONG[:common], 2, 3], max_new_tokens=2, namespace=(client,))
+    assert batch.awaits(other) == waits
+    while batch.entering:
+        batch.step(prefill_tokens=8)
+    assert not batch.awaits(other)
+    engine = made(slots=4, prefix_memory=4 * MIB)
+    burst = [engine.submit([*LONG[:30], last], max_new_tokens=9) for last in range(4)]
+    assert sorted(each.result(60).stats.reused_tokens for each in burst) == [0, 30, 30, 30]
+
+
 @pytest.mark.parametrize("pauses", [True, False])
 def test_two_conversations_in_turns_compute_only_what_is_new(bundle, made, monkeypatch, pauses):
     """Each takes the slot of the other one, whose answer was kept in a pause, or is kept then."""
