@@ -295,8 +295,7 @@ class Batch(Slots):
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])
             moved = {old: new for new, old in enumerate(kept)}
             with self._closed_on_error():
-                if not live:
-                    self.keep()
+                self.keep()
                 cache, self._cache = self._cache, None
                 if live:
                     assert cache is not None

@@ -93,12 +93,16 @@ class PrefixCache:
             self._add(prefix, namespace)
 
     def keep_aside(self, cache: KVCache, texts: Mapping[int, CachedText]) -> None:
-        """Keep what a cache holds that nobody else writes to; of a whole cache, the text of its first row."""
-        if self._is_compact:
+        """Keep what a cache holds that nobody else writes to; of a whole cache, the text of its first row.
+
+        On a CPU a text that can go back is copied out of its slot when another prompt needs it, or the slot.
+        """
+        if not self._is_compact:
+            if 0 in texts and cache.batch == self._decoder.batches[0]:
+                self.keep(Prefix(texts[0].token_ids, cache), texts[0].namespace)
+        elif not self._decoder.is_rewindable:
             for row, text in texts.items():
                 self.keep_row(text, cache, row)
-        elif 0 in texts and cache.batch == self._decoder.batches[0]:
-            self.keep(Prefix(texts[0].token_ids, cache), texts[0].namespace)
 
     def keep_row(self, text: CachedText, cache: KVCache, row: int) -> None:
         """Keep a copy of a row of a cache, unless `keep` would not, or no program for the copy is ready.
