@@ -169,6 +169,19 @@ def test_an_engine_drafts_for_a_request_that_is_alone_and_threads_draft_apart(bu
     in_threads(4, run)
 
 
+def test_the_cache_of_the_draft_model_may_be_longer_than_that_of_the_batch(bundle, waiting):
+    """A batch without rows that changes its size begins with a short cache again."""
+    batch, options = bundle.batch(1), {"max_new_tokens": 12, "stop_token_ids": ()}
+    for length in (40, 4):
+        prompt, found = list(range(length, 0, -1)), []
+        batch.insert(bundle.request(prompt, **options))
+        while tokens := batch.step():
+            found += [token.token_id for token in tokens]
+        assert found == [*bundle.generate(prompt, **options, draft=False).token_ids]
+        batch.resize(3)
+        batch.resize(1)
+
+
 @pytest.mark.measured_drafts
 def test_drafts_of_a_model_as_slow_as_the_model_are_given_up(bundle, monkeypatch):
     monkeypatch.setattr(decode, "CALL_SECONDS", 1e-9)

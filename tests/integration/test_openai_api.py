@@ -359,6 +359,15 @@ def test_responses_are_whole_and_streamed(client, stories_bundle):
     [[again]] = (message.content for message in events[-1].response.output)
     assert again.text == part.text
     same_logprobs(again.logprobs, part.logprobs)
+    stopping = {
+        **options,
+        "extra_body": {"stop": expected.text[20:30]},
+    }  # its last token has no text
+    [[part]] = (message.content for message in client.responses.create(**stopping).output)
+    *_, last = client.responses.create(stream=True, **stopping)
+    [[again]] = (message.content for message in last.response.output)
+    assert again.text == part.text == expected.text[:20]
+    same_logprobs(again.logprobs, part.logprobs)
 
 
 @pytest.mark.parametrize("name", ["hermes", "prose"])

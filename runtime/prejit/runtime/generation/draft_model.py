@@ -67,6 +67,8 @@ class DraftModel:
         # The text before the last draft needs no loop in Python, as nobody has changed it.
         sure = self._sure if text[: self._sure] == self._held[: self._sure] else 0
         done = min(sure + common_length(self._held[sure:], text[sure:]), last)
+        if self._cache is not None:  # longer, if the decoder's was made anew
+            context = max(context, self._cache.context)
         read = self._decoder.prefill_for(self._batch, context, last - done)
         if not self._is_loaded(context, read.name if last - done > _MOST_STEPS else None):
             return []

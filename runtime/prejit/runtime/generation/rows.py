@@ -126,8 +126,8 @@ class Row:
 
     @property
     def is_masked(self) -> bool:
-        """True if the tokens that may come next depend on those that came before."""
-        return self.request.token_mask is not None or self.may_not_stop
+        """True if the tokens that may come next, as `mask` found, are no rule for those after them."""
+        return self.request.token_mask is not None or self.allowed is not None
 
     def mask(self, vocab_size: int) -> np.ndarray[Any, Any] | None:
         """Return which tokens may come next as bool [V], or None if all may. This calls the token mask.

@@ -177,10 +177,12 @@ class CompletionLogprobLists:
                 return self._offset
             if not self._bytes and known and known.startswith(content[1:]) and content[:1] == b" ":
                 content = content[1:]
+        held = self._decoder.getstate()[0]
         at = self._offset
         self._bytes += len(content)
         self._offset += len(self._decoder.decode(content))
-        return at
+        # What does not go on with half a character begins behind the U+FFFD that stands for it.
+        return at + bool(held and content and content[0] & 0xC0 != 0x80)
 
     def _likely(self, found: Logprob) -> dict[str, float]:
         # Parts of characters have one text: it keeps the most likely one's. The chosen token is always among

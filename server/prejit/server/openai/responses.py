@@ -199,7 +199,7 @@ class _Answer:
         """Return the whole response."""
         found = [self._token(each) for each in result.logprobs or ()]
         self._take(read_parts(self._reader, result.text, ends=True), found)
-        self._output.finish(complete=_is_complete(result.finish_reason))
+        self._output.finish(found, complete=_is_complete(result.finish_reason))
         return self._ended(result.finish_reason, result.stats)
 
     async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
@@ -220,7 +220,7 @@ class _Answer:
                 events += self._take(read_parts(self._reader, piece.text, ends=ends), logprobs)
                 if piece.finish_reason is not None:
                     assert piece.stats is not None
-                    events += output.finish(complete=_is_complete(piece.finish_reason))
+                    events += output.finish(logprobs, complete=_is_complete(piece.finish_reason))
                     ended = self._ended(piece.finish_reason, piece.stats)
                     events.append(output.event(f"response.{ended.status}", response=ended))
                 if events:
@@ -321,9 +321,15 @@ class _Output:
             self.event("response.output_item.done", output_index=place, item=item),
         ]
 
-    def finish(self, *, complete: bool) -> list[bytes]:
-        """End the answer. One without any item gets an empty message."""
-        events = [] if self.items or self._message is not None else self._begin_message()
+    def finish(self, logprobs: list[TokenLogprob], *, complete: bool) -> list[bytes]:
+        """End the answer. One without any item gets an empty message.
+
+        `logprobs`: of the last tokens, if they have no text: a special token, or a part of a stop string.
+        """
+        events: list[bytes] = []
+        if self._message is not None or not self.items:
+            events = self.text("", logprobs) if logprobs else []
+            events = events or ([] if self._message is not None else self._begin_message())
         return [*events, *self._end_message("completed" if complete else "incomplete")]
 
     def _begin_message(self) -> list[bytes]:

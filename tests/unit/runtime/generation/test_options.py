@@ -143,6 +143,10 @@ def test_the_first_token_is_none_that_a_config_suppresses_there(
         *suppressing.generate_batch([PROMPT, PROMPT], max_new_tokens=6),
     ):
         assert result.token_ids == expected
+    session, others = suppressing.session(), [each for each in range(vocab) if each != expected[0]]
+    for _ in range(4):  # from the second on a decode call of several steps gives the first token
+        found = session.generate(PROMPT, max_new_tokens=6, begin_suppress_tokens=others)
+        assert found.token_ids == expected
     begun = suppressing.generate([*PROMPT, free[0]], max_new_tokens=1).token_ids
     assert begun == (free[1],) or free[1] == first
     for bare, options in (

@@ -110,7 +110,7 @@ def test_more_texts_than_may_wait_are_refused_for_ever():
         ),  # the text does not begin with the tokenizer's space
         ([4, 4], [], " a a", [0, 2]),
         ([2], [2, 4], "", [0, 1, 2]),
-        ([2], [1, 0, 0, 2], "", [0, 1, 2, 2, 3]),  # bytes that are no characters
+        ([2], [1, 0, 0, 2], "", [0, 1, 2, 3, 4]),  # bytes that are no characters
         ([], [4, 0, 1, 2], " aéa", [0, 2, 2, 3]),
     ],
 )
