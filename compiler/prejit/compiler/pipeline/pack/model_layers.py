@@ -53,11 +53,13 @@ _UNREAD_GENERATION: Mapping[str, int | None] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids")),
     **dict.fromkeys(("exponential_decay_length_penalty", "stop_strings", "watermarking_config")),
     **dict.fromkeys(("constraints", "force_words_ids", "dola_layers", "token_healing", "top_h")),
+    **dict.fromkeys(("max_length", "max_time", "language", "task")),
     **dict.fromkeys(("num_beams", "typical_p", "guidance_scale", "encoder_repetition_penalty"), 1),
+    "num_return_sequences": 1,
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
 }
-"""Keys of generation_config.json by which transformers chooses tokens, and prejit does not.
+"""Keys of generation_config.json by which transformers chooses tokens or ends a text, and prejit does not.
 
 Each has the number that changes no text; None: every number does."""
 
@@ -219,9 +221,12 @@ def check_generation(path: Path, content: bytes) -> list[str]:
         raise CheckpointError(
             f"{path}: {error}", hint="correct the value, or remove the key to use prejit's default"
         ) from error
+    config = json.loads(content)
+    if config.get("max_new_tokens") is not None:  # which goes before it in transformers
+        config.pop("max_length", None)
     return [
         key
-        for key, value in json.loads(content).items()
+        for key, value in config.items()
         if key in _UNREAD_GENERATION
         and not (value in (None, [], {}) or value is False or value == _UNREAD_GENERATION[key])
     ]

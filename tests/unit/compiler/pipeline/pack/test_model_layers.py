@@ -44,6 +44,10 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     )
     found = check_generation(path, b'{"temperature": 0.5, "unknown": {}, ' + others + b"}")
     assert found == ["no_repeat_ngram_size", "bad_words_ids", "forced_eos_token_id"]
+    # `max_length` counts the prompt too, and gives way to `max_new_tokens`.
+    ends = b'{"max_length": 448, "task": "transcribe", "num_return_sequences": 1, "max_new_tokens": %s}'
+    assert check_generation(path, ends % b"null") == ["max_length", "task"]
+    assert check_generation(path, ends % b"9") == ["task"]
     with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
         check_generation(path, b'{"top_p": "x"}')
     with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
