@@ -300,6 +300,13 @@ def test_a_file_beside_it_is_not_read_and_texts_begin_if_it_names_no_token(tmp_p
     file = tmp_path / "m.gguf"
     write(file, "llama", SIZES, TOKENIZERS["llama2"])
     metadata, _ = read_gguf(file, arrays=True)
+    # As GGUFWriter.add_chat_template writes one for tools, which transformers takes where there are some.
+    metadata["tokenizer.chat_templates"] = ["tool_use"]
+    metadata["tokenizer.chat_template.tool_use"] = "{{ tools }}"
+    assert tokenizer_of(file, metadata)[1]["chat_template"] == [
+        {"name": "default", "template": "{{ bos_token }}{{ messages }}"},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
     del metadata["tokenizer.ggml.bos_token_id"]
     without, _ = tokenizer_of(file, metadata)  # as in llama.cpp
     assert Tokenizer.from_str(json.dumps(without)).encode("a").ids[0] == 1
