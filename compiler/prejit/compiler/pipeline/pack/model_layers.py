@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.base.json_file import read_object
+from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.added_tokens import with_configured_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer, check_prefix_space
 from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
+from prejit.compiler.models.families.sentence_layout import SentenceLayout
 from prejit.compiler.pipeline.model import ModelSource, file_digest
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
@@ -64,6 +66,7 @@ _UNREAD_GENERATION: Mapping[str, int | None] = {
 Each has the number that changes no text; None: every number does."""
 
 _CLEANS, _SPLITS = "clean_up_tokenization_spaces", "split_special_tokens"
+_SIMILARITY = "similarity_fn_name"
 
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
@@ -91,12 +94,14 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             for key in unread_settings(settings, content, decodes=decodes):
                 space.progress.note(f"{settings}: prejit does not use {key}: true")
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
+        if plan.model.layout is not None and (unread := unread_similarity(plan.model.layout)):
+            space.progress.note(unread)
         if plan.draft is not None:
             _check_same_tokens(tokenizer, plan.draft.transformer / tokenizer.name)
         if generation.is_file():
             content = _read(generation)
-            if decodes and (unread := check_generation(generation, content)):
-                space.progress.note(f"{generation}: prejit does not use {', '.join(unread)}")
+            if decodes and (keys := check_generation(generation, content)):
+                space.progress.note(f"{generation}: prejit does not use {', '.join(keys)}")
             yield bundle_files.layer(GENERATION_MEDIA_TYPE, content, generation.name)
         chat = read_chat(directory)
         if chat is not None and tokenizer.is_file():
@@ -245,6 +250,18 @@ def unread_settings(file: Path, content: bytes, *, decodes: bool) -> list[str]:
         _SPLITS: settings.get(_SPLITS) is True,
     }
     return [key for key, is_set in found.items() if is_set]
+
+
+def unread_similarity(layout: SentenceLayout) -> str:
+    """Return a note if sentence-transformers compares a model's embeddings by another number than the cosine.
+
+    Lengths of 1 have one number for cosine and dot. Empty: there is nothing to note.
+    """
+    file = layout.directory / "config_sentence_transformers.json"
+    name = read_object(file, required=False).get(_SIMILARITY) if file in layout.files else None
+    if layout.scores or name in (None, "cosine") or (name == "dot" and layout.normalized):
+        return ""
+    return f"{file}: prejit does not use {_SIMILARITY}: {shown(name)}; SentenceEncoder takes it as an option"
 
 
 def _check_tokenizer(
