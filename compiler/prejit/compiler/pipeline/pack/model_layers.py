@@ -33,6 +33,7 @@ from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import BuildError, CheckpointError
 from prejit.runtime.format import limits
 from prejit.runtime.format.names import (
@@ -67,6 +68,8 @@ Each has the number that changes no text; None: every number does."""
 
 _CLEANS, _SPLITS = "clean_up_tokenization_spaces", "split_special_tokens"
 _SIMILARITY = "similarity_fn_name"
+_TOKENIZERS = ("*.tiktoken", "*.spm", "s*.model", "tekken.json", "tokenizer.model*", "vocab.*")
+"""Names of files of tokenizers that transformers reads, and prejit does not."""
 
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
@@ -94,6 +97,8 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             for key in unread_settings(settings, content, decodes=decodes):
                 space.progress.note(f"{settings}: prejit does not use {key}: true")
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
+        elif reads_texts and (others := other_tokenizers(directory)):
+            space.progress.note(others)
         if plan.model.layout is not None and (unread := unread_similarity(plan.model.layout)):
             space.progress.note(unread)
         if plan.draft is not None:
@@ -250,6 +255,17 @@ def unread_settings(file: Path, content: bytes, *, decodes: bool) -> list[str]:
         _SPLITS: settings.get(_SPLITS) is True,
     }
     return [key for key, is_set in found.items() if is_set]
+
+
+def other_tokenizers(directory: Path) -> str:
+    """Return a note about a tokenizer in other files than tokenizer.json; empty: there is none."""
+    found = sorted(each.name for pattern in _TOKENIZERS for each in directory.glob(pattern))
+    if not found:
+        return ""
+    return (
+        f"{directory}: prejit reads tokenizer.json, found {few(found, 4)}: texts are token ids; "
+        "transformers.AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes that file"
+    )
 
 
 def unread_similarity(layout: SentenceLayout) -> str:

@@ -23,6 +23,7 @@ from prejit.compiler.pipeline.measure.accuracy import choose_bits
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.model_layers import (
     check_generation,
+    other_tokenizers,
     pack_weights,
     special_ids,
     unread_settings,
@@ -72,6 +73,17 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     settings.write_text(deep)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
         read_chat(tmp_path)
+
+
+def test_a_tokenizer_in_another_file_is_left_out_without_a_word(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert other_tokenizers(tmp_path) == ""
+    for name in ("sentencepiece.bpe.model", "qwen.tiktoken", "vocab.json"):
+        (tmp_path / name).touch()
+    said = other_tokenizers(tmp_path)
+    assert said.startswith(f"{tmp_path}: prejit reads tokenizer.json, found qwen.tiktoken")
+    assert "save_pretrained" in said
 
 
 def test_another_similarity_than_the_cosine_is_ignored_without_a_word(tmp_path):
