@@ -125,6 +125,10 @@ def config_of(
     rope = _rope(path, said, tensors)
     if architecture == "phi3":
         config |= _phi3(path, said, rope, (turned or size) / size)
+    elif rope["rope_type"] == "longrope":
+        raise unsupported(
+            f"{path}: rope_factors_long.weight: expected it in phi3 alone, found it in {architecture}"
+        )
     elif turned not in (None, size):
         raise unsupported(f"{path}: rope.dimension_count: expected {size}, found {turned}")
     if (layers := _MOST_LAYERS_BY_HEAD.get(architecture)) is not None:
@@ -177,10 +181,14 @@ def _rope(path: Path, said: Mapping[str, Any], tensors: Mapping[str, Any]) -> di
         )
         return {**rope, "rope_type": "longrope", "long_factor": long, "short_factor": short}
     factors = _factors(tensors, "rope_freqs.weight")
+    scaled = any(each != 1 for each in factors)
     if kind == "none" or not is_scaled:
-        scaled = any(each != 1 for each in factors)
         return rope | (
             _llama3(path, factors, rope["rope_theta"]) if scaled else {"rope_type": "default"}
+        )
+    if scaled:  # llama.cpp multiplies both, which no config.json says
+        raise unsupported(
+            f"{path}: rope_freqs.weight: expected ones beside rope.scaling.factor {factor}, found others"
         )
     if kind == "linear":
         return {**rope, "rope_type": kind, "factor": float(factor or 1)}

@@ -19,7 +19,7 @@ from prejit.compiler.checkpoint.gguf_tokenizer import tokenizer_of
 from prejit.runtime.base.files import Identity, digest_of, store_errors
 from prejit.runtime.machine.kept_files import cache_root
 
-_VERSION = 1
+_VERSION = 2
 """Part of each name; it grows when other files are made from the same metadata."""
 _OTHERS = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 

@@ -93,8 +93,20 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any
         and place < len(tokens)
     }
     _check_loads(path, tokenizer)
-    template = metadata.get("tokenizer.chat_template")
-    return tokenizer, special | ({} if template is None else {"chat_template": template})
+    templates = _templates(metadata)
+    return tokenizer, special | ({} if templates is None else {"chat_template": templates})
+
+
+def _templates(metadata: Mapping[str, Any]) -> Any:
+    """Return the chat template, or a list with those that have names, as tokenizer_config.json has them."""
+    default, start = metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    named = {
+        key.removeprefix(start): each for key, each in metadata.items() if key.startswith(start)
+    }
+    if not named:
+        return default
+    every = named if default is None else {"default": default, **named}
+    return [{"name": name, "template": template} for name, template in every.items()]
 
 
 _IDS = {"unk": "unknown", "pad": "padding"}

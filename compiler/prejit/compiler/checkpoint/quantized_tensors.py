@@ -195,7 +195,7 @@ def _awq(parts: _Parts) -> QuantizedMatrix:
     bits, in_word = 4, 8
     words, zeros = parts.need("qweight", "I32"), parts.need("qzeros", "I32")
     scales = parts.need("scales", *_FLOATS)
-    columns = words.shape[-1]
+    columns = words.shape[-1] if words.shape else 0
     groups = scales.shape[0] if scales.shape else 0
     if (len(words.shape), zeros.shape, scales.shape) != (
         *(2, (groups, columns)),

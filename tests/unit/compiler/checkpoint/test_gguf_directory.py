@@ -254,6 +254,7 @@ def test_metadata_gives_another_model_than_the_published_config_json(family, tmp
 def test_a_file_that_lacks_something_is_read(tmp_path):
     file = tmp_path / "m.gguf"
     factors = {"rope_freqs.weight": [1.0, 1.0, 2.0, 3.0]}
+    long = {f"rope_factors_{each}.weight": [1.0, 2.0, 3.0, 4.0] for each in ("long", "short")}
     smollm, other = (*TOKENIZERS["qwen2"][:2], "smollm"), 'general.architecture: .* found "granite"'
     for architecture, more, tokenizer, said in (
         ("llama", {"attention.scale": 2.0}, None, "unknown llama.attention.scale"),
@@ -264,6 +265,8 @@ def test_a_file_that_lacks_something_is_read(tmp_path):
         ("llama", {}, smollm, 'found "smollm"'),
         ("granite", {}, None, other),
         ("llama", {"tensors": factors}, None, "expected the factors of a Llama 3, found others"),
+        ("llama", {"tensors": factors, f"{SCALING}factor": 2.0}, None, "expected ones beside rope.scaling"),
+        ("llama", {"tensors": long}, None, "rope_factors_long.weight: expected it in phi3 alone"),
     ):  # fmt: skip
         write(file, architecture, SIZES | {"head_dim": 8}, tokenizer, **more)
         with pytest.raises(CheckpointError, match=rf"^{file}: .*{said}") as caught:
@@ -300,6 +303,13 @@ def test_a_file_beside_it_is_not_read_and_texts_begin_if_it_names_no_token(tmp_p
     file = tmp_path / "m.gguf"
     write(file, "llama", SIZES, TOKENIZERS["llama2"])
     metadata, _ = read_gguf(file, arrays=True)
+    # As GGUFWriter.add_chat_template writes one for tools, which transformers takes where there are some.
+    metadata["tokenizer.chat_templates"] = ["tool_use"]
+    metadata["tokenizer.chat_template.tool_use"] = "{{ tools }}"
+    assert tokenizer_of(file, metadata)[1]["chat_template"] == [
+        {"name": "default", "template": "{{ bos_token }}{{ messages }}"},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
     del metadata["tokenizer.ggml.bos_token_id"]
     without, _ = tokenizer_of(file, metadata)  # as in llama.cpp
     assert Tokenizer.from_str(json.dumps(without)).encode("a").ids[0] == 1

@@ -96,7 +96,7 @@ def test_tensors_that_do_not_fit_are_read_or_dropped(change, said, tmp_path):
 def matrix_of(directory, settings, tensors):
     """Return the matrix that tensors `m.NAME` stand for, or the problems with them."""
     file = directory / "model.safetensors"
-    save_file({f"m.{name}": np.ascontiguousarray(each) for name, each in tensors.items()}, file)
+    save_file({f"m.{name}": np.asarray(each, order="C") for name, each in tensors.items()}, file)
     read = read_quantization(directory / "config.json", settings)
     found, problems = with_whole_matrices(published(file), read)
     return problems or found["m.weight"].read()
@@ -251,6 +251,18 @@ def test_a_matrix_without_outputs_is_read(tmp_path):
         tensors["qweight"] = np.zeros((inputs, 0), np.int32)
         found = matrix_of(tmp_path, GPTQ | {"quant_method": method}, tensors)
         assert "the scales of m are [0, 2], expected a divisor of its shape [0, 64]" in found[0]
+
+
+def test_words_of_awq_without_an_axis_end_in_a_traceback(tmp_path):
+    tensors = {"qweight": np.int32(1), "qzeros": np.ones((1, 1)), "scales": np.ones((1, 8))}
+    typed = {
+        name: each.astype(np.float16 if name == "scales" else np.int32)
+        for name, each in tensors.items()
+    }
+    assert matrix_of(tmp_path, AWQ, typed) == [
+        "the tensors of m are [], [1, 1], [1, 8], expected [inputs, outputs / 8], [groups, outputs / 8], "
+        "[groups, outputs]"
+    ]
 
 
 def integers(values, scales):

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.base.json_file import read_object
+from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.added_tokens import with_configured_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer, check_prefix_space
 from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
+from prejit.compiler.models.families.sentence_layout import SentenceLayout
 from prejit.compiler.pipeline.model import ModelSource, file_digest
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
@@ -31,6 +33,7 @@ from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import BuildError, CheckpointError
 from prejit.runtime.format import limits
 from prejit.runtime.format.names import (
@@ -53,15 +56,20 @@ _UNREAD_GENERATION: Mapping[str, int | None] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids")),
     **dict.fromkeys(("exponential_decay_length_penalty", "stop_strings", "watermarking_config")),
     **dict.fromkeys(("constraints", "force_words_ids", "dola_layers", "token_healing", "top_h")),
+    **dict.fromkeys(("max_length", "max_time", "language", "task")),
     **dict.fromkeys(("num_beams", "typical_p", "guidance_scale", "encoder_repetition_penalty"), 1),
+    "num_return_sequences": 1,
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
 }
-"""Keys of generation_config.json by which transformers chooses tokens, and prejit does not.
+"""Keys of generation_config.json by which transformers chooses tokens or ends a text, and prejit does not.
 
 Each has the number that changes no text; None: every number does."""
 
 _CLEANS, _SPLITS = "clean_up_tokenization_spaces", "split_special_tokens"
+_SIMILARITY = "similarity_fn_name"
+_TOKENIZERS = ("*.tiktoken", "*.spm", "s*.model", "tekken.json", "tokenizer.model*", "vocab.*")
+"""Names of files of tokenizers that transformers reads, and prejit does not."""
 
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
@@ -89,12 +97,16 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             for key in unread_settings(settings, content, decodes=decodes):
                 space.progress.note(f"{settings}: prejit does not use {key}: true")
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
+        elif reads_texts and (others := other_tokenizers(directory)):
+            space.progress.note(others)
+        if plan.model.layout is not None and (unread := unread_similarity(plan.model.layout)):
+            space.progress.note(unread)
         if plan.draft is not None:
             _check_same_tokens(tokenizer, plan.draft.transformer / tokenizer.name)
         if generation.is_file():
             content = _read(generation)
-            if decodes and (unread := check_generation(generation, content)):
-                space.progress.note(f"{generation}: prejit does not use {', '.join(unread)}")
+            if decodes and (keys := check_generation(generation, content)):
+                space.progress.note(f"{generation}: prejit does not use {', '.join(keys)}")
             yield bundle_files.layer(GENERATION_MEDIA_TYPE, content, generation.name)
         chat = read_chat(directory)
         if chat is not None and tokenizer.is_file():
@@ -219,9 +231,12 @@ def check_generation(path: Path, content: bytes) -> list[str]:
         raise CheckpointError(
             f"{path}: {error}", hint="correct the value, or remove the key to use prejit's default"
         ) from error
+    config = json.loads(content)
+    if config.get("max_new_tokens") is not None:  # which goes before it in transformers
+        config.pop("max_length", None)
     return [
         key
-        for key, value in json.loads(content).items()
+        for key, value in config.items()
         if key in _UNREAD_GENERATION
         and not (value in (None, [], {}) or value is False or value == _UNREAD_GENERATION[key])
     ]
@@ -240,6 +255,29 @@ def unread_settings(file: Path, content: bytes, *, decodes: bool) -> list[str]:
         _SPLITS: settings.get(_SPLITS) is True,
     }
     return [key for key, is_set in found.items() if is_set]
+
+
+def other_tokenizers(directory: Path) -> str:
+    """Return a note about a tokenizer in other files than tokenizer.json; empty: there is none."""
+    found = sorted(each.name for pattern in _TOKENIZERS for each in directory.glob(pattern))
+    if not found:
+        return ""
+    return (
+        f"{directory}: prejit reads tokenizer.json, found {few(found, 4)}: texts are token ids; "
+        "transformers.AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) writes that file"
+    )
+
+
+def unread_similarity(layout: SentenceLayout) -> str:
+    """Return a note if sentence-transformers compares a model's embeddings by another number than the cosine.
+
+    Lengths of 1 have one number for cosine and dot. Empty: there is nothing to note.
+    """
+    file = layout.directory / "config_sentence_transformers.json"
+    name = read_object(file, required=False).get(_SIMILARITY) if file in layout.files else None
+    if layout.scores or name in (None, "cosine") or (name == "dot" and layout.normalized):
+        return ""
+    return f"{file}: prejit does not use {_SIMILARITY}: {shown(name)}; SentenceEncoder takes it as an option"
 
 
 def _check_tokenizer(

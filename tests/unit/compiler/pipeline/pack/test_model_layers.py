@@ -5,6 +5,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,14 +17,17 @@ from tests.unit.compiler.models.small_models import LLAMA
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.models.chat_files import read_chat
+from prejit.compiler.models.families.sentence_layout import read_layout
 from prejit.compiler.pipeline import published_files
 from prejit.compiler.pipeline.measure.accuracy import choose_bits
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.model_layers import (
     check_generation,
+    other_tokenizers,
     pack_weights,
     special_ids,
     unread_settings,
+    unread_similarity,
 )
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import HashedFile, find_published
@@ -44,6 +48,10 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     )
     found = check_generation(path, b'{"temperature": 0.5, "unknown": {}, ' + others + b"}")
     assert found == ["no_repeat_ngram_size", "bad_words_ids", "forced_eos_token_id"]
+    # `max_length` counts the prompt too, and gives way to `max_new_tokens`.
+    ends = b'{"max_length": 448, "task": "transcribe", "num_return_sequences": 1, "max_new_tokens": %s}'
+    assert check_generation(path, ends % b"null") == ["max_length", "task"]
+    assert check_generation(path, ends % b"9") == ["task"]
     with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
         check_generation(path, b'{"top_p": "x"}')
     with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
@@ -65,6 +73,30 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     settings.write_text(deep)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
         read_chat(tmp_path)
+
+
+def test_a_tokenizer_in_another_file_is_left_out_without_a_word(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert other_tokenizers(tmp_path) == ""
+    for name in ("sentencepiece.bpe.model", "qwen.tiktoken", "vocab.json"):
+        (tmp_path / name).touch()
+    said = other_tokenizers(tmp_path)
+    assert said.startswith(f"{tmp_path}: prejit reads tokenizer.json, found qwen.tiktoken")
+    assert "save_pretrained" in said
+
+
+def test_another_similarity_than_the_cosine_is_ignored_without_a_word(tmp_path):
+    write_encoder(tmp_path, pooling=("mean_tokens",))
+    file = tmp_path / "config_sentence_transformers.json"
+    for name, is_noted in ((None, False), ("cosine", False), ("dot", True), ("euclidean", True)):
+        file.write_text(json.dumps({"similarity_fn_name": name}))
+        said = unread_similarity(read_layout(tmp_path))
+        assert (f'{file}: prejit does not use similarity_fn_name: "{name}"' in said) == is_noted
+    file.write_text('{"similarity_fn_name": "dot"}')
+    assert unread_similarity(replace(read_layout(tmp_path), normalized=True)) == ""
+    (tmp_path / "modules.json").unlink()  # without it nobody reads the file
+    assert unread_similarity(read_layout(tmp_path)) == ""
 
 
 def planned(directory, sections="", dtype='"int8"'):
