@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -53,7 +53,7 @@ class _Insertion:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Where the requests go."""
+        """The slots of the requests, in their order."""
         return self.arrival.slots
 
 
@@ -295,7 +295,7 @@ class Batch(Slots):
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])
             moved = {old: new for new, old in enumerate(kept)}
             with self._closed_on_error():
-                self.keep()
+                self._keep([slot for slot in idle if not live or slot not in moved])
                 cache, self._cache = self._cache, None
                 if live:
                     assert cache is not None
@@ -320,9 +320,12 @@ class Batch(Slots):
     def keep(self) -> None:
         """Keep what free slots have cached among the prefixes too, for prompts that enter other slots."""
         with self._lock:
-            if self._prefixes is not None and self._cache is not None:
-                for slot, held in enumerate(self._held):
-                    self._prefixes.keep_row(held, self._cache, slot)
+            self._keep(range(self.slots))
+
+    def _keep(self, slots: Iterable[int]) -> None:
+        if self._prefixes is not None and self._cache is not None:
+            for slot in slots:
+                self._prefixes.keep_row(self._held[slot], self._cache, slot)
 
     def close(self) -> None:
         """Free all slots and the memory of the cache. The batch can be used again."""

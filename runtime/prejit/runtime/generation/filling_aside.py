@@ -87,7 +87,7 @@ def filling_aside(
             prefix, start = members[slot].prefix, members[slot].start
             if prefix is not None:
                 aside.copy_rows(prefix.at(aside.context), {place: 0}, {place: start})
-            elif start:
+            elif start:  # the slot holds it
                 aside.copy_rows(cache(), {place: slot}, {place: start})
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}

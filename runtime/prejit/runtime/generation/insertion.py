@@ -95,7 +95,7 @@ def inserting(
     for slot, member in waiting.items():
         if (images := member.row.request.images) is not None and images.is_missing(member):
             aside = {**aside, slot: member}
-    if rows is not None and decoder.copies_rows:
+    if rows is not None and decoder.copies_rows:  # so what a slot holds can begin a row there, too
         aside = waiting
     elif rows is not None:
         for member in waiting.values():
