@@ -359,10 +359,8 @@ def test_responses_are_whole_and_streamed(client, stories_bundle):
     [[again]] = (message.content for message in events[-1].response.output)
     assert again.text == part.text
     same_logprobs(again.logprobs, part.logprobs)
-    stopping = {
-        **options,
-        "extra_body": {"stop": expected.text[20:30]},
-    }  # its last token has no text
+    # The last token belongs to the stop string: it has no text.
+    stopping = {**options, "extra_body": {"stop": expected.text[20:30]}}
     [[part]] = (message.content for message in client.responses.create(**stopping).output)
     *_, last = client.responses.create(stream=True, **stopping)
     [[again]] = (message.content for message in last.response.output)

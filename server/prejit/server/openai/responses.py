@@ -327,9 +327,10 @@ class _Output:
         `logprobs`: of the last tokens, if they have no text: a special token, or a part of a stop string.
         """
         events: list[bytes] = []
-        if self._message is not None or not self.items:
-            events = self.text("", logprobs) if logprobs else []
-            events = events or ([] if self._message is not None else self._begin_message())
+        if logprobs and (self._message is not None or not self.items):
+            events = self.text("", logprobs)
+        elif self._message is None and not self.items:
+            events = self._begin_message()
         return [*events, *self._end_message("completed" if complete else "incomplete")]
 
     def _begin_message(self) -> list[bytes]:
