@@ -70,7 +70,7 @@ class Prompts:
         return cls(int(least), int(greatest or least), vocabulary, int(shared or 0))
 
     def of(self, number: int) -> list[int]:
-        """Return a prompt that no other number's shares more with. The last tokens are special."""
+        """Return the shared beginning and tokens of this number alone. The last tokens are special."""
         values = random.Random(number)
         share = values.random() if self.greatest > self.least else 0
         length = round(self.least * (self.greatest / self.least) ** share)

@@ -55,6 +55,12 @@ from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
 from benchmarks.peers.serving_child import quantile
 
 CONTEXT, LONG_CONTEXT, SHARED_CONTEXT = 128, 1024, 2048
+KINDS = {
+    CONTEXT: "serving-peers",
+    LONG_CONTEXT: "serving-bursts",
+    SHARED_CONTEXT: "serving-shared",
+}
+"""What results and bundles are called, by context."""
 LONG_PROMPTS = (64, 256)
 """Prompt buckets of bundles for prompts of many lengths."""
 START_SECONDS = 120
@@ -164,12 +170,9 @@ def prepare(
     if PREJIT_SERVER in systems or PREJIT_ENGINE in systems:
         context = context_of(prompts)
         sizes = {"batch": counts, "prompt": (workload.PROMPT_TOKENS,), "context": (context,)}
-        title = f"serving-peers-{name}"
+        title = f"{KINDS[context]}-{name}"
         if context > CONTEXT:
             sizes |= {"batch": (1, *counts), "prompt": LONG_PROMPTS}
-            title = (
-                f"serving-bursts-{name}" if context == LONG_CONTEXT else f"serving-shared-{name}"
-            )
         source = str(with_tokenizer(bench, model.source))
         bundle = bench.built_manifest(title, decoder_manifest(title, source, model.dtype, sizes))
     if LLAMA_SERVER in systems:
@@ -342,8 +345,7 @@ def main() -> None:
     facts = begin(given.rounds)
     facts["versions"] |= peer_versions(bench, systems)
     facts |= {"counts": counts, "prompts": given.prompts}
-    kinds = {CONTEXT: "peers", LONG_CONTEXT: "bursts", SHARED_CONTEXT: "shared"}
-    what = f"serving-{kinds[context_of(given.prompts)]}"
+    what = KINDS[context_of(given.prompts)]
     facts["tokens"] = {name: ready.tokens for name, ready in prepared.items()}
     found: dict[str, list[Cells]] = {}
     for number in range(given.rounds):
