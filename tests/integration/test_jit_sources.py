@@ -9,7 +9,14 @@ from tests.processes import ran
 
 FILES = {
     "app/__init__.py": "",
-    "app/config.py": "SCALE = 2.0\n",
+    "app/config.py": (
+        "from importlib import import_module as load\n"
+        "try:\n    from .local import SCALE\nexcept ImportError:\n"
+        "    SCALE = load(name='..scale', package='app.inner').SCALE\n"
+    ),
+    "app/scale.py": "from app.values import *\nSCALE = factor.SCALE\n",
+    "app/values/__init__.py": "__all__ = ['factor']\n",
+    "app/values/factor.py": "SCALE = 2.0\n",
     "app/base.py": "def half(x):\n    return x / 2\n",
     "app/layers.py": "from .base import half\ndef dense(x):\n    return half(x) + 1\n",
     "app/lazy.py": "def shift(x):\n    return x + 3\n",
@@ -26,7 +33,7 @@ FILES = {
         "activated = with_activation(square)\n"
     ),
     "serve.py": """
-import json, sys, warnings
+import importlib, json, sys, warnings
 from pathlib import Path
 import jax.numpy as jnp
 import chosen, steps
@@ -49,10 +56,12 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     print(json.dumps(called()))
     for name in sys.argv[1:]:
-        text = Path(name).read_text()
-        Path(name).write_text(text + "# a comment")
+        file = Path(name)
+        text = file.read_text() if file.exists() else None
+        file.write_text(f"{text}# a comment")
+        importlib.invalidate_caches()
         print(json.dumps(called()))
-        Path(name).write_text(text)
+        file.write_text(text) if text is not None else file.unlink()
 """,
 }
 PROGRAMS = {
@@ -67,6 +76,9 @@ ALL = {"step", "activated", "own"}
 USED_BY = {
     "app/__init__.py": {"step", "activated", "own"},
     "app/config.py": ALL,
+    "app/local.py": ALL,  # not there at the build
+    "app/scale.py": ALL,
+    "app/values/factor.py": ALL,
     "app/base.py": ALL,
     "app/layers.py": ALL,
     "app/lazy.py": ALL,
@@ -81,7 +93,7 @@ USED_BY = {
 
 def test_an_edit_of_a_module_that_a_function_uses_is_a_miss_by_name(tmp_path, run):
     for name, text in FILES.items():
-        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        tmp_path.joinpath(name).parent.mkdir(exist_ok=True, parents=True)
         tmp_path.joinpath(name).write_text(text)
     build = (
         "build",
@@ -100,7 +112,8 @@ def test_an_edit_of_a_module_that_a_function_uses_is_a_miss_by_name(tmp_path, ru
     assert first == {"step": 9.0, "activated": 1.0, "own": 0.0}
     for (name, users), found in zip(USED_BY.items(), others, strict=True):
         module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        words = f" module {module}: expected the source of the build, found another"
+        sides = ("the source of the build", "another") if name in FILES else ("none", "one")
+        words = f" module {module}: expected {sides[0]}, found {sides[1]}"
         assert {each for each, said in found.items() if words in str(said)} == users
     tmp_path.joinpath("app/lazy.py").write_text("def shift(x):\n    return x + 5\n")
     run(*build, quick=True)

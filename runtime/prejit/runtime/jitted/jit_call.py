@@ -236,11 +236,16 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
     if _PLACE not in built:  # a bundle of an earlier prejit
         found.pop(_PLACE, None)
     for name in {**built, **found}:
+        is_module = name.startswith(function_sources.MODULE)
+        if is_module and name not in found and built[name] is None:  # still not there
+            continue
         if name in built and name in found and constants.same(built[name], found[name]):
             continue
         sides = [constants.shown(side[name]) if name in side else "none" for side in (built, found)]
-        if name.startswith(function_sources.MODULE):
+        if is_module:
             sides = ["the source of the build", "another" if name in found else "none"]
+            if built[name] is None:
+                sides = ["none", "one"]
         unknown = [getattr(side.get(name), "is_unknown", False) for side in (built, found)]
         why = ", which no other process can compare" * any(unknown)
         return f"{program.name}: {name}: expected {sides[0]}, found {sides[1]}{why}"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from prejit.compiler.lowering.user.source_imports import of_source
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.model_checks import check_planned
@@ -403,3 +404,28 @@ def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path):
     assert used_again.portable.raw_digest == first.portable.raw_digest
     assert sys.path == path
     assert not {"mymodel", "lib", "lib.scales", "added"} & (set(sys.modules) - modules)
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "are_computed"),
+    [
+        ("import a.b, c as d", {"a.b", "c"}, False),
+        ("from ..a import b", {"top.a", "top.a.b"}, False),
+        ("importlib.import_module(name='a')", {"a"}, False),
+        ("import_module('..a', 'top.other')", {"top.a"}, False),
+        ("import_module('.a', package=__package__)", {"top.inner.a"}, False),
+        ("from importlib import import_module as load\nload('a')", {"a"}, False),
+        ("__import__('a', globals(), None, ['b'], 1)", {"top.inner.a", "top.inner.a.b"}, False),
+        ("pkgutil.resolve_name('a.b:C')", {"a.b"}, False),
+        ("if find_spec('a') or find_spec(b): pass", {"a"}, False),
+        ("__all__ = ['a']", {"top.inner.a"}, False),
+        ("import_module(f'a.{b}')", set(), True),
+        ("import_module('.a', b)", set(), True),
+        ("[*map(importlib.import_module, b)]", set(), True),
+        ("spec.loader.exec_module(a)", set(), True),
+    ],
+)
+def test_each_form_of_an_import_is_found_or_said_to_be_computed(source, names, are_computed):
+    found = of_source(source.encode(), "top.inner", is_package=True)
+    others = {"importlib", "importlib.import_module"}
+    assert ((found.names | found.attributes) - others, found.are_computed) == (names, are_computed)

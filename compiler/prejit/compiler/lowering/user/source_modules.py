@@ -5,18 +5,18 @@ Nothing is imported here: a kept trace is used again in a process that never had
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from prejit.compiler.base import python_source
+from prejit.compiler.lowering.user import source_imports
 from prejit.compiler.lowering.user.observer import owners_of
 from prejit.compiler.lowering.user.trace_inputs import (
     Present,
@@ -27,7 +27,7 @@ from prejit.compiler.lowering.user.trace_inputs import (
 )
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format import constants
-from prejit.runtime.jitted.function_sources import MODULE, PACKAGE, loaded, module_name
+from prejit.runtime.jitted.function_sources import MODULE, PACKAGE, SCRIPTS, loaded, module_name
 
 _MOST_OBJECTS = 100_000
 """Maximum number of objects that are visited: one of them may lead to most of the process."""
@@ -39,7 +39,7 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the modules of the functions and classes in an object, at any depth, sorted.
 
     A function without a file, as in a notebook, leads to what it reads. `files` are sources whose modules
-    count too.
+    count too. Where code computes the name of a module that it imports, all of the application count.
     """
     names = {name for name in [*sys.modules] if _file_of(name) in files}
     seen, waiting = dict[int, object](), [given]
@@ -69,7 +69,43 @@ def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
             waiting += _held(each)
         else:
             waiting += [kind, *_held(each)]
-    return tuple(sorted(map(module_name, names)))
+    if _computes_imports(names):
+        names |= {*filter(_is_of_application, [*sys.modules])} - {*SCRIPTS}
+    return tuple(sorted({*map(module_name, names)}))
+
+
+def _computes_imports(names: Iterable[str]) -> bool:
+    """Return whether modules of the application, or those that they import, compute what to import."""
+    waiting, seen = [*names], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or not _is_of_application(name):
+            continue
+        seen.add(name)
+        module: Any = sys.modules[name]
+        spec, own = _spec_of(module), name if hasattr(module, "__path__") else module.__package__
+        if spec is None:
+            continue
+        with suppress(OSError):
+            found = source_imports.of_source(read_source(spec), own or "", own == name)
+            if found.are_computed:
+                return True
+            waiting += [*found.names, *found.attributes, name.rpartition(".")[0]]
+    return False
+
+
+def _is_of_application(name: str) -> bool:
+    """Return whether a module is loaded from a source whose digest counts."""
+    file = _file_of(name)
+    return file is not None and not (
+        is_installed(file)
+        and (
+            is_standard(file)
+            or is_ours(file)
+            or constants.is_base(name)
+            or _has_code_of_version(name.partition(".")[0])
+        )
+    )
 
 
 def _held(value: Any) -> list[Any]:
@@ -108,15 +144,16 @@ def _file_of(module: str | None) -> str | None:
     return vars(found).get("__file__") if isinstance(found, types.ModuleType) else None
 
 
-def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[str, str]:
+def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[str, str | None]:
     """Return what the code of modules comes from, as `function_sources.sources` finds it at a call.
 
-    A module that nobody finds has no digest: its functions are a miss. `is_loaded`: modules of this process
-    are those of the functions.
+    A module of a function that nobody finds has no digest: its functions are a miss. One that only an import
+    names, such as before `except ImportError`, is None. `is_loaded`: modules of this process are those of the
+    functions.
     """
     roots = {*of}
     waiting = [*roots]
-    modules, packages = dict[str, str](), set[str]()
+    modules, packages, optional = dict[str, str | None](), set[str](), set[str]()
     while waiting:
         name = waiting.pop()
         parent, top = name.rpartition(".")[0], name.partition(".")[0]
@@ -136,8 +173,15 @@ def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[
         else:
             content = read_source(spec)
             modules[name] = digest_of(content)
-            package = name if spec.submodule_search_locations is not None else parent
-            waiting += _imports(content, package)
+            is_package = spec.submodule_search_locations is not None
+            imports = source_imports.of_source(content, name if is_package else parent, is_package)
+            waiting += [*imports.names, *imports.attributes]
+            optional |= imports.names | imports.optional
+    for name in optional - modules.keys():
+        package = present.spec(name.rpartition(".")[0]) if "." in name else None
+        is_attribute = package is not None and package.submodule_search_locations is None
+        if not (is_attribute or constants.is_base(name) or loaded(name) or present.spec(name)):
+            modules[name] = None
     distributions = {each for package in packages for each in owners_of(package)}
     return {
         **{f"{MODULE}{name}": modules[name] for name in sorted(modules)},
@@ -165,25 +209,3 @@ def _has_code_of_version(package: str) -> bool:
     owners = owners_of(package)
     origins = (metadata.distribution(each).read_text("direct_url.json") for each in owners)
     return bool(owners) and all("archive_info" in each for each in origins if each)
-
-
-def _imports(content: bytes, package: str) -> Iterator[str]:
-    """Yield the names of what a source in a package imports, anywhere in it. Some of them are no modules."""
-    try:
-        tree = python_source.parse(content)
-    except (SyntaxError, ValueError):  # a library of machine code
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            given = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
-            if called in ("import_module", "__import__") and given:
-                name, *beside = given
-                yield (*beside, package)[0] + name if name.startswith(".") else name
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            above = parts[: len(parts) - node.level + 1] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))

@@ -113,7 +113,7 @@ def pack_targets(
     is_loaded = plan.manifest.path is None
     found = cache(lambda path, modules: sources_of(modules, present(*path), is_loaded=is_loaded))
 
-    def sources(program: Submitted) -> Mapping[str, str]:
+    def sources(program: Submitted) -> Mapping[str, str | None]:
         lowered = program.lowered
         return found(lowered.search_path, lowered.modules) if lowered.modules else {}
 
@@ -171,7 +171,7 @@ def _program(
     )
 
 
-def _with_sources(entry: ProgramEntry, sources: Mapping[str, str]) -> ProgramEntry:
+def _with_sources(entry: ProgramEntry, sources: Mapping[str, str | None]) -> ProgramEntry:
     """Return a program with the sources of its function in its state.
 
     They are those of this build, which may use a trace of an earlier one: a comment may have changed since.
