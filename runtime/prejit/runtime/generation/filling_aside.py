@@ -36,9 +36,9 @@ def filling_aside(
     members: Mapping[int, Entering],
     context: int,
     grow: Grow,
-    limit: Limit = no_limit,
-    prefixes: PrefixCache | None = None,
-    rows: int | None = None,
+    limit: Limit,
+    prefixes: PrefixCache | None,
+    rows: int | None,
 ) -> Chunks:
     """Compute prompts in a cache of a smaller batch and copy the rows. Arguments as `filling`.
 
