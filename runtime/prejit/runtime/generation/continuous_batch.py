@@ -88,7 +88,7 @@ class Batch(Slots):
         self._together = together
         # Not finished; the next to compute comes first.
         self._insertions: deque[_Insertion] = deque()
-        self._budget = prefill_tokens  # how many positions the step that runs may compute
+        self._budget = prefill_tokens
         # How many were computed since the last decode step, and how long that took.
         self._computed = 0
         self._stalled_seconds = 0.0
@@ -324,21 +324,18 @@ class Batch(Slots):
         return insertion
 
     def _keep_shared(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
-        for request, slot in zip(requests, slots, strict=True):
-            self._share(request, slot)
-
-    def _share(self, request: Request, slot: int) -> None:
-        """Keep what the other slots have in common with a prompt, and what it overwrites in its own one."""
+        """Keep what other slots have in common with prompts, and what these overwrite in their own ones."""
         if self._prefixes is None:
             return
         texts = [self._held[at] if row is None else row.held for at, row in enumerate(self._rows)]
-        common = [text.reusable(self._decoder, request) for text in texts]
-        nearest = max(range(self.slots), key=lambda at: (common[at], at == slot))
-        if nearest != slot:
-            text = CachedText(texts[nearest].token_ids[: common[nearest]], request.namespace)
-            self._prefixes.keep_row(text, self._current(), nearest)
-        if common[slot] < len(texts[slot].token_ids):  # a text that continues needs no copy
-            self._prefixes.keep_row(texts[slot], self._current(), slot)
+        for request, slot in zip(requests, slots, strict=True):
+            common = [text.reusable(self._decoder, request) for text in texts]
+            nearest = max(range(self.slots), key=lambda at: (common[at], at == slot))
+            if nearest != slot:
+                text = CachedText(texts[nearest].token_ids[: common[nearest]], request.namespace)
+                self._prefixes.keep_row(text, self._current(), nearest)
+            if common[slot] < len(texts[slot].token_ids):  # a text that continues needs no copy
+                self._prefixes.keep_row(texts[slot], self._current(), slot)
 
     def _advance(self, insertion: _Insertion) -> bool:
         """Compute the next chunk of an insertion; return whether there are more."""
@@ -391,9 +388,6 @@ class Batch(Slots):
 
     def _limit(self) -> int | None:
         return self._budget if any(self._rows) else None
-
-    def _positions(self) -> int:
-        return self._budget
 
     def _is_idle(self) -> bool:
         return not self._insertions

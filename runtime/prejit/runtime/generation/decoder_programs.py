@@ -235,8 +235,8 @@ class DecoderPrograms:
     def prepare(self, rows: int, tokens: int, prompt: int, bucket: tuple[int, int]) -> None:
         """Begin to make the programs of a request ready, then those that would have served it better.
 
-        A decode program that comes out of the bundle is left for `prepare_decode`: loading it now would take
-        a core away from the first token.
+        A decode program that comes out of the bundle is left until the prompt is computed: loading it now
+        would take a core away from the first token.
 
         Raises:
             BuildError, RejectError: a better program failed in the background before, and fails again.
@@ -247,10 +247,6 @@ class DecoderPrograms:
         best = self.batch_for(rows), self.context_for(tokens)
         better = _fitting(self._prefill[best], prompt), self._decode[best]
         self.programs.prepare_later(*(p.name for p in better if not self.programs.ready(p.name)))
-
-    def prepare_decode(self, bucket: tuple[int, int]) -> None:
-        """Begin to make the decode program of a batch and context ready. Call it after the prefill."""
-        self.programs.prepare(self._decode[bucket].name)
 
     # ------------------------------------------------------------------ how to call it
 
