@@ -129,7 +129,7 @@ class BundleBatches(BundleDecodes):
             raise UsageError(
                 f"sources: expected {len(listed)}, one for each prompt; found {len(read)}"
             )
-        return listed, [self.generator.reading(resolved, source) for source in read]
+        return listed, [self.generator.with_source(resolved, source) for source in read]
 
     def _run(self, prompts: Sequence[Prompt | None], each: Sequence[Resolved]) -> list[Result]:
         generator = self.generator

@@ -64,11 +64,11 @@ def filling_aside(
         others = {slot: member for slot, member in members.items() if slot not in seeing}
         yield from filling_aside(decoder, cache, others, context, grow, limit, prefixes, rows)
         members = seeing
-    fill, rows = filling, None if seeing else rows
+    fill = filling
     if seeing:
         from prejit.runtime.generation.image_prompts import filling_images  # few prompts have any
 
-        fill = filling_images
+        fill, rows = filling_images, None
         for member in seeing.values():
             if member.prefix is None:  # what its slot holds is not here
                 member.start = member.row.usage.reused_tokens = 0
