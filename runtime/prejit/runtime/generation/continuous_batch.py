@@ -231,16 +231,14 @@ class Batch(Slots):
             cache, batch = self._cache, self._decoder.batch_for(slots)
             if cache is None or not any(self._rows):
                 return True
-            if not self._decoder.can_copy((cache.batch, cache.context), (batch, cache.context)):
+            decoder, to = self._decoder, (batch, cache.context)
+            if not decoder.can_copy(cache.bucket, to):
                 return False
-            programs = self._decoder.programs
-            needed = (
-                *self._decoder.copying((cache.batch, cache.context), (batch, cache.context)),
-                self._decoder.decode_for(batch, cache.context).name,
-            )
+            programs = decoder.programs
+            needed = (*decoder.copying(cache.bucket, to), decoder.decode_for(*to).name)
             missing = [name for name in needed if not programs.ready(name)]
             programs.prepare_later(*missing)
-            return not missing and self._growing().allocate(batch, cache.context)
+            return not missing and self._growing().allocate(*to)
 
     def resize(self, slots: int) -> dict[int, int]:
         """Move to the smallest batch bucket with this many slots.
@@ -268,7 +266,7 @@ class Batch(Slots):
                 return {slot: slot for slot in live}
             if live:  # an error here costs no text
                 found = self._current()
-                self._decoder.copy_for(found.batch, found.context, batch, found.context)
+                self._decoder.copy_for(found.bucket, (batch, found.context))
             idle = [slot for slot in range(self.slots) if slot not in live]
             idle.sort(key=lambda slot: -len(self._held[slot].token_ids))
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])

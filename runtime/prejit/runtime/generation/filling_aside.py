@@ -20,7 +20,6 @@ from prejit.runtime.generation.prefill import (
     Limit,
     filling,
     no_limit,
-    whole,
 )
 from prejit.runtime.generation.rows import CachedText, Row, Usage
 from prejit.runtime.generation.shared_prefix import Prefix
@@ -105,7 +104,7 @@ def filling_aside(
         # The next source's cache comes from its encoder.
         if decoder.copies_rows and decoder.source is None:
             host_caches.wipe(aside.arrays)
-            decoder.spares[aside.batch, aside.context] = aside.arrays
+            decoder.spares[aside.bucket] = aside.arrays
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
@@ -171,10 +170,3 @@ def computing_prefix(
     member = Entering(row, start)
     yield from filling(decoder, lambda: cache, {0: member}, limit)
     return Prefix(token_ids, cache, has_nan=member.token is not None and member.token < 0)
-
-
-def compute_prefix(
-    decoder: DecoderPrograms, token_ids: Sequence[int], context: int, usage: Usage
-) -> Prefix:
-    """Return the keys and values of a text. Arguments as `computing_prefix`."""
-    return whole(computing_prefix(decoder, token_ids, context, usage))

@@ -258,6 +258,6 @@ class Generator:
             # Special tokens, such as an end, belong to the source of an encoder-decoder.
             encode, most = self._text.need_tokenizer().encode, self.decoder.contexts[-1]
             tokens = [*(start or ()), *encode(text, add_special_tokens=not start, max_tokens=most)]
-        if images is None and hasattr(self.decoder, "check_text"):
+        if images is None:
             self.decoder.check_text(tokens)
         return tokens

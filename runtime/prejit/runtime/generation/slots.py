@@ -229,8 +229,7 @@ class Slots:
     ) -> None:
         """Make rows live, whose prompts are in the cache now, but for those that have left meanwhile."""
         cache = self._current()
-        decode = self._decoder.decode_for(cache.batch, cache.context)
-        self._decoder.programs.prepare(decode.name)
+        self._decoder.programs.prepare(self._decoder.decode_for(*cache.bucket).name)
         for slot, member in members.items():
             if slot in evicted:
                 self._clear(slot)
