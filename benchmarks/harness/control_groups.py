@@ -55,15 +55,15 @@ class Controller:
     setting: str
 
 
-def controllers(resource: Resource, cgroups: Path = CGROUPS) -> list[Controller]:
+def controllers(resource: Resource) -> list[Controller]:
     """Return the controllers of a resource on a machine, version 2 first."""
     found = []
-    for root in (cgroups, cgroups / "unified"):
+    for root in (CGROUPS, CGROUPS / "unified"):
         enabled = root / "cgroup.subtree_control"
         if enabled.is_file() and resource.name in enabled.read_text().split():
             found.append(Controller("cgroup v2", root, resource.setting))
-    if (cgroups / resource.old_name / resource.old_setting).is_file():
-        old = cgroups / resource.old_name
+    old = CGROUPS / resource.old_name
+    if (old / resource.old_setting).is_file():
         found.append(Controller("cgroup v1", old, resource.old_setting))
     return found
 

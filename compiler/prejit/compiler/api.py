@@ -205,7 +205,7 @@ def build(
     checked, only = _checked(manifest, name, targets)
     results: list[Built | Failed] = []
     settings = BuildSettings(
-        *(cache, shared, forms, measure, executor, workers, timeout_seconds, shard, quiet, retrace)
+        cache, shared, forms, measure, executor, workers, timeout_seconds, shard, quiet, retrace
     )
     build_all([(checked, only)], output, settings, done=results.append)
     return only_built(results)

@@ -129,7 +129,7 @@ class BundleBatches(BundleDecodes):
             raise UsageError(
                 f"sources: expected {len(listed)}, one for each prompt; found {len(read)}"
             )
-        return listed, [self.generator.reading(resolved, source) for source in read]
+        return listed, [self.generator.with_source(resolved, source) for source in read]
 
     def _run(self, prompts: Sequence[Prompt | None], each: Sequence[Resolved]) -> list[Result]:
         generator = self.generator
@@ -159,7 +159,8 @@ class BundleBatches(BundleDecodes):
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
-        from prejit.runtime.generation.filling_aside import compute_prefix
+        from prejit.runtime.generation.filling_aside import computing_prefix
+        from prejit.runtime.generation.prefill import whole
         from prejit.runtime.generation.rows import admit
 
         generator = self.generator
@@ -167,7 +168,7 @@ class BundleBatches(BundleDecodes):
             raise UsageError(f"{self.name}: texts about different sources have no common prefix")
         row = admit(Request(generator.token_ids(prompt)), generator.decoder)
         context = generator.decoder.context_for(len(row.token_ids))
-        return compute_prefix(generator.decoder, row.token_ids, context, row.usage)
+        return whole(computing_prefix(generator.decoder, row.token_ids, context, row.usage))
 
     def batch(self, slots: int) -> Batch:
         """Return slots for continuous batching: `insert` requests of `request`, `step`, `evict`.

@@ -67,7 +67,7 @@ def read_object(file: Path, hint: str | None = None, *, required: bool = True) -
     return value
 
 
-def read_list(file: Path, hint: str | None = None) -> list[Any]:
+def read_list(file: Path, hint: str) -> list[Any]:
     """Return the content of a JSON file that holds a list.
 
     Raises:

@@ -78,7 +78,7 @@ class PublishedModel:
     tokenizer: bool
 
 
-def check_published(directory: Path, weights: Path | None = None) -> PublishedModel:
+def check_published(directory: Path, weights: Path | None) -> PublishedModel:
     """Return the sizes of a model in the Hugging Face layout.
 
     Raises:

@@ -197,10 +197,8 @@ def _awq(parts: _Parts) -> QuantizedMatrix:
     scales = parts.need("scales", *_FLOATS)
     columns = words.shape[-1] if words.shape else 0
     groups = scales.shape[0] if scales.shape else 0
-    if (len(words.shape), zeros.shape, scales.shape) != (
-        *(2, (groups, columns)),
-        (groups, columns * in_word),
-    ):
+    wanted = (groups, columns), (groups, columns * in_word)
+    if len(words.shape) != 2 or (zeros.shape, scales.shape) != wanted:
         expected = "[inputs, outputs / 8], [groups, outputs / 8], [groups, outputs]"
         raise parts.unfit(words, zeros, scales, expected=expected)
     shape = columns * in_word, words.shape[0]
@@ -379,6 +377,7 @@ def _by_rows(parts: _Parts) -> QuantizedMatrix:
     )
 
 
+_STATE = "weight.quant_state.bitsandbytes__"
 _MAKERS: Mapping[str, tuple[tuple[str, Callable[[_Parts], QuantizedMatrix | None]], ...]] = {
     "gptq": (("qweight", _gptq),),
     "awq": (("qweight", _awq),),
@@ -389,13 +388,8 @@ _MAKERS: Mapping[str, tuple[tuple[str, Callable[[_Parts], QuantizedMatrix | None
     "fp8": (("weight_scale_inv", partial(_plain, "weight_scale_inv")),),
     "bitsandbytes": (
         ("SCB", _by_rows),
-        *(
-            (state, partial(_of_table, state))
-            for state in (
-                "weight.quant_state.bitsandbytes__nf4",
-                "weight.quant_state.bitsandbytes__fp4",
-            )
-        ),
+        (f"{_STATE}nf4", partial(_of_table, f"{_STATE}nf4")),
+        (f"{_STATE}fp4", partial(_of_table, f"{_STATE}fp4")),
     ),
 }
 """For each method the names that a matrix has, with the function that reads it."""

@@ -170,17 +170,20 @@ class WorkerPool:
             while (attempt := self._next(worker)) is not None:
                 if not attempt.future.running():
                     attempt.future.set_running_or_notify_cancel()
-                outcome, compiled = None, False
+                outcome, is_new = None, False
                 error: Exception | None = None
-                give_up, progress = self._has_better_to_do, self._progress
                 try:
-                    outcome, compiled = compile_once(
-                        self._store, attempt.job, compile_job, progress=progress, give_up=give_up
+                    outcome, is_new = compile_once(
+                        self._store,
+                        attempt.job,
+                        compile_job,
+                        progress=self._progress,
+                        give_up=self._has_better_to_do,
                     )
                 except Exception as found:
                     # Any error: a thread that ended here would leave its future waiting for ever.
                     error = found
-                self._end(attempt, outcome, compiled, error)
+                self._end(attempt, outcome, is_new, error)
         finally:
             self._release(worker)
 
@@ -245,7 +248,7 @@ class WorkerPool:
                 self._unfinished -= 1
             self._changed.notify_all()  # its memory is free
         if again is not None and not is_closed:
-            if again.alone and is_killed:
+            if is_killed:
                 self._progress.note(
                     f"{job.program} for {job.target.name}: its worker was killed, most likely because memory "
                     "ran out; it is tried again while nothing else is compiled"

@@ -38,7 +38,7 @@ _TYPICAL_TOKENS = 128
 
 
 def lower_encoder(
-    model: sentence.WholeEncoder, spec: ProgramSpec, forms: Forms | None = None
+    model: sentence.WholeEncoder, spec: ProgramSpec, forms: Forms | None
 ) -> LoweredProgram:
     """Lower one of an encoder's three programs at one bucket.
 
@@ -103,7 +103,7 @@ def lower_images(
     model: ImageModel | SeeingDecoder,
     spec: ProgramSpec,
     size: tuple[int, int],
-    forms: Forms | None = None,
+    forms: Forms | None,
 ) -> LoweredProgram:
     """Lower the program of a model that reads images, at one batch.
 

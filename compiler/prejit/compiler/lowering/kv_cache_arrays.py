@@ -181,7 +181,7 @@ def padded_cache(cache: Cache, arrays: Sequence[Array | jax.Array]) -> Cache:
 
 
 def decoder_fields(
-    layout: CacheLayout, shape: DecoderConfig, adapters: AdapterStacks | None = None
+    layout: CacheLayout, shape: DecoderConfig, adapters: AdapterStacks | None
 ) -> Mapping[str, Any]:
     """Return the fields of `bundle_schema.Decoder` that the model decides."""
     found: dict[str, Any] = {

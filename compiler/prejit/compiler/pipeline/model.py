@@ -197,7 +197,7 @@ def file_digest(path: Path) -> str:
 
 
 def weight_digests(
-    weights: Checkpoint, digest: Callable[[Path], str] = file_digest
+    weights: Checkpoint, digest: Callable[[Path], str]
 ) -> tuple[tuple[str, str], ...]:
     """Return the files that decide the weights, each with its digest: those of the model, then of adapters.
 

@@ -342,9 +342,7 @@ def versions(*packages: str) -> dict[str, str]:
     return {package: _version(package) for package in packages}
 
 
-@cache
-def _version(package: str) -> str:
-    return metadata.version(package)
+_version = cache(metadata.version)
 
 
 def installed(*packages: str) -> dict[str, str]:

@@ -189,7 +189,7 @@ def _as_text(value: Any) -> str:
 
 
 def find_trace(
-    name: str, section: Ingredients, store: Store, presents: Presents, *, reads: bool = True
+    name: str, section: Ingredients, store: Store, presents: Presents, *, reads: bool
 ) -> Known:
     """Return what the store knows of a trace. A file of StableHLO reads nothing else: `reads` is false."""
     known: dict[Input, str] = {}

@@ -75,18 +75,10 @@ class Workspace:
     @classmethod
     def of(cls, plan: Plan, store: Store, progress: Progress) -> Workspace:
         """Return the workspace of a plan. Nothing is read yet."""
-
-        def model(of: Plan | None) -> ModelSource:
-            assert of is not None
-            assert of.model is not None
-            found = read_model(of.manifest, of.model)
-            check_configuration(of.model)
-            return found
-
-        models = (cache(partial(model, each)) for each in (plan, plan.of_draft))
+        model, draft = (cache(partial(_read, each)) for each in (plan, plan.of_draft))
         out_in = stores_out_in(plan.manifest, plan.targets)
-        code = partial(find_code, plan.manifest, out_in=out_in)
-        return cls(plan, next(models), cache(code), store, progress, next(models))
+        code = cache(partial(find_code, plan.manifest, out_in=out_in))
+        return cls(plan, model, code, store, progress, draft)
 
     @property
     def of_draft(self) -> Workspace | None:
@@ -116,6 +108,14 @@ class Workspace:
                     contents = {name: content_of(value) for name, value in values.items()}
                 found[section] = contents
         return {section: contents for section, contents in found.items() if contents}
+
+
+def _read(plan: Plan | None) -> ModelSource:
+    assert plan is not None
+    assert plan.model is not None
+    found = read_model(plan.manifest, plan.model)
+    check_configuration(plan.model)
+    return found
 
 
 def find_code(manifest: Manifest, *, out_in: bool = False) -> UserCode:

@@ -76,7 +76,7 @@ def candidates(values: Collection[int], multiple: int, kept: Collection[int] = (
 
 
 def best_sizes(
-    weights: Mapping[int, float], among: Sequence[int], most: int, kept: Collection[int] = ()
+    weights: Mapping[int, float], among: Sequence[int], most: int, kept: Collection[int]
 ) -> dict[int, Sizes]:
     """Return, for each number of sizes up to `most`, those that pad the values least.
 

@@ -127,11 +127,9 @@ def generate(
             first_seconds, started = seconds_since_exec(), time.perf_counter()
         pieces.append(piece)
         if not as_json:
-            text = (
-                piece.text
-                if bundle.has_tokenizer
-                else f"{piece.token_id} " * (piece.token_id is not None)
-            )
+            text = piece.text
+            if not bundle.has_tokenizer and piece.token_id is not None:
+                text = f"{piece.token_id} "
             print(printable(text) if terminal else text, end="", flush=True)
     seconds = time.perf_counter() - started
     tokens = [piece.token_id for piece in pieces if piece.token_id is not None]

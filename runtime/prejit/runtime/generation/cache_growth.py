@@ -79,7 +79,7 @@ class Growth:
         if 2 * longest > context and self._prepared != context:
             self._prepared = context
             decoder = self._decoder
-            copies = decoder.copying((cache.batch, context), longer)
+            copies = decoder.copying(cache.bucket, longer)
             decoder.programs.prepare(*copies, decoder.decode_for(*longer).name)
         is_near = context - longest < _TOKENS_PER_PIECE * piece_count(self._decoder, *longer)
         if is_near and (begun or self._allocation is None):  # a move to another batch comes first

@@ -92,7 +92,7 @@ class Batch(Slots):
         self._together = together
         # Not finished; the next to compute comes first.
         self._insertions: deque[_Insertion] = deque()
-        self._budget = prefill_tokens  # how many positions the step that runs may compute
+        self._budget = prefill_tokens
         # How many were computed since the last decode step, and how long that took.
         self._computed = 0
         self._stalled_seconds = 0.0
@@ -252,16 +252,14 @@ class Batch(Slots):
             cache, batch = self._cache, self._decoder.batch_for(slots)
             if cache is None or not any(self._rows):
                 return True
-            if not self._decoder.can_copy((cache.batch, cache.context), (batch, cache.context)):
+            decoder, to = self._decoder, (batch, cache.context)
+            if not decoder.can_copy(cache.bucket, to):
                 return False
-            programs = self._decoder.programs
-            needed = (
-                *self._decoder.copying((cache.batch, cache.context), (batch, cache.context)),
-                self._decoder.decode_for(batch, cache.context).name,
-            )
+            programs = decoder.programs
+            needed = (*decoder.copying(cache.bucket, to), decoder.decode_for(*to).name)
             missing = [name for name in needed if not programs.ready(name)]
             programs.prepare_later(*missing)
-            return not missing and self._growing().allocate(batch, cache.context)
+            return not missing and self._growing().allocate(*to)
 
     def resize(self, slots: int) -> dict[int, int]:
         """Move to the smallest batch bucket with this many slots.
@@ -289,7 +287,7 @@ class Batch(Slots):
                 return {slot: slot for slot in live}
             if live:  # an error here costs no text
                 found = self._current()
-                self._decoder.copy_for(found.batch, found.context, batch, found.context)
+                self._decoder.copy_for(found.bucket, (batch, found.context))
             idle = [slot for slot in range(self.slots) if slot not in live]
             idle.sort(key=lambda slot: -len(self._held[slot].token_ids))
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])
@@ -346,21 +344,18 @@ class Batch(Slots):
         return insertion
 
     def _keep_shared(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
-        for request, slot in zip(requests, slots, strict=True):
-            self._share(request, slot)
-
-    def _share(self, request: Request, slot: int) -> None:
-        """Keep what the other slots have in common with a prompt, and what it overwrites in its own one."""
+        """Keep what other slots have in common with prompts, and what these overwrite in their own ones."""
         if self._prefixes is None:
             return
         texts = [self._held[at] if row is None else row.held for at, row in enumerate(self._rows)]
-        common = [text.reusable(self._decoder, request) for text in texts]
-        nearest = max(range(self.slots), key=lambda at: (common[at], at == slot))
-        if nearest != slot:
-            text = CachedText(texts[nearest].token_ids[: common[nearest]], request.namespace)
-            self._prefixes.keep_row(text, self._current(), nearest)
-        if common[slot] < len(texts[slot].token_ids):  # a text that continues needs no copy
-            self._prefixes.keep_row(texts[slot], self._current(), slot)
+        for request, slot in zip(requests, slots, strict=True):
+            common = [text.reusable(self._decoder, request) for text in texts]
+            nearest = max(range(self.slots), key=lambda at: (common[at], at == slot))
+            if nearest != slot:
+                text = CachedText(texts[nearest].token_ids[: common[nearest]], request.namespace)
+                self._prefixes.keep_row(text, self._current(), nearest)
+            if common[slot] < len(texts[slot].token_ids):  # a text that continues needs no copy
+                self._prefixes.keep_row(texts[slot], self._current(), slot)
 
     def _advance(self, insertion: _Insertion) -> bool:
         """Compute the next chunk of an insertion; return whether there are more."""
@@ -413,9 +408,6 @@ class Batch(Slots):
 
     def _limit(self) -> int | None:
         return self._budget if any(self._rows) else None
-
-    def _positions(self) -> int:
-        return self._budget
 
     def _is_idle(self) -> bool:
         return not self._insertions

@@ -107,7 +107,7 @@ class Decoding:
         Slots without a row are free. `meanwhile` is called once while the device computes.
         """
         live = {slot: row for slot, row in enumerate(rows) if row is not None}
-        decode = self._decoder.decode_for(cache.batch, cache.context).name
+        decode = self._decoder.decode_for(*cache.bucket).name
         guesses = self._has_draft_model(live)
         looks_up = any(row.lookup is not None for row in live.values())
         pace = self._pace("model" if guesses else "lookup") if guesses or looks_up else None
@@ -140,7 +140,7 @@ class Decoding:
         inputs: dict[str, DeviceArray],
         meanwhile: Callable[[], object],
     ) -> Call:
-        program = self._decoder.decode_for(cache.batch, cache.context)
+        program = self._decoder.decode_for(*cache.bucket)
         steps = self._steps(program, cache, live)
         put = self._decoder.device.put
         if self._place is None:
@@ -178,7 +178,7 @@ class Decoding:
         inputs: dict[str, DeviceArray],
         meanwhile: Callable[[], object],
     ) -> Call:
-        program = self._decoder.verify_for(cache.batch, cache.context)
+        program = self._decoder.verify_for(*cache.bucket)
         assert program is not None
         put = self._decoder.device.put
         width = program.bucket["draft"] + 1

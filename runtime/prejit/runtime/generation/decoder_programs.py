@@ -192,25 +192,23 @@ class DecoderPrograms:
             return min(common, prompt - 1)
         return common if common == cached < prompt else 0
 
-    def copy_for(
-        self, source_batch: int, source_context: int, batch: int, context: int
-    ) -> ProgramEntry:
-        """Return the program that copies rows from one cache into another.
+    def copy_for(self, source: tuple[int, int], to: tuple[int, int]) -> ProgramEntry:
+        """Return the program that copies rows from one cache into another; both are (batch, context).
 
         Raises:
             UsageError: the bundle has none for these sizes.
         """
-        if found := self._copy.get((source_batch, source_context, batch, context)):
+        if found := self._copy.get((*source, *to)):
             return found
         raise UsageError(
-            f"expected a program that copies caches of {source_batch} x {source_context} to "
-            f"{batch} x {context}, found none",
+            f"expected a program that copies caches of {source[0]} x {source[1]} to "
+            f"{to[0]} x {to[1]}, found none",
             hint="every decoder copies caches of its smallest batch to the others, and to longer contexts",
         )
 
     def copying(self, source: tuple[int, int], to: tuple[int, int]) -> tuple[str, ...]:
         """Return the program that such a copy runs, unless the host copies; both are (batch, context)."""
-        return () if self.copies_rows else (self.copy_for(*source, *to).name,)
+        return () if self.copies_rows else (self.copy_for(source, to).name,)
 
     def can_copy(self, source: tuple[int, int], to: tuple[int, int]) -> bool:
         """Return whether rows of a cache can be copied into another; both are (batch, context)."""
@@ -235,8 +233,8 @@ class DecoderPrograms:
     def prepare(self, rows: int, tokens: int, prompt: int, bucket: tuple[int, int]) -> None:
         """Begin to make the programs of a request ready, then those that would have served it better.
 
-        A decode program that comes out of the bundle is left for `prepare_decode`: loading it now would take
-        a core away from the first token.
+        A decode program that comes out of the bundle is left until the prompt is computed: loading it now
+        would take a core away from the first token.
 
         Raises:
             BuildError, RejectError: a better program failed in the background before, and fails again.
@@ -247,10 +245,6 @@ class DecoderPrograms:
         best = self.batch_for(rows), self.context_for(tokens)
         better = _fitting(self._prefill[best], prompt), self._decode[best]
         self.programs.prepare_later(*(p.name for p in better if not self.programs.ready(p.name)))
-
-    def prepare_decode(self, bucket: tuple[int, int]) -> None:
-        """Begin to make the decode program of a batch and context ready. Call it after the prefill."""
-        self.programs.prepare(self._decode[bucket].name)
 
     # ------------------------------------------------------------------ how to call it
 
@@ -280,6 +274,9 @@ class DecoderPrograms:
             f"expected a bundle that takes adapters, found {self.programs.bundle}",
             hint="add [adapters] to the manifest and build again",
         )
+
+    def check_text(self, tokens: Sequence[int]) -> None:
+        """Check a prompt without images. Raises UsageError for what only a model that reads some refuses."""
 
     def beside(self, requests: Sequence[Any]) -> dict[str, DeviceArray]:
         """Return further inputs for the requests of the rows of a batch; None: the row is free."""

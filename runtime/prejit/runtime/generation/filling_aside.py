@@ -20,7 +20,6 @@ from prejit.runtime.generation.prefill import (
     Limit,
     filling,
     no_limit,
-    whole,
 )
 from prejit.runtime.generation.rows import CachedText, Row, Usage
 from prejit.runtime.generation.shared_prefix import Prefix
@@ -36,9 +35,9 @@ def filling_aside(
     members: Mapping[int, Entering],
     context: int,
     grow: Grow,
-    limit: Limit = no_limit,
-    prefixes: PrefixCache | None = None,
-    rows: int | None = None,
+    limit: Limit,
+    prefixes: PrefixCache | None,
+    rows: int | None,
 ) -> Chunks:
     """Compute prompts in a cache of a smaller batch and copy the rows. Arguments as `filling`.
 
@@ -64,11 +63,11 @@ def filling_aside(
         others = {slot: member for slot, member in members.items() if slot not in seeing}
         yield from filling_aside(decoder, cache, others, context, grow, limit, prefixes, rows)
         members = seeing
-    fill, rows = filling, None if seeing else rows
+    fill = filling
     if seeing:
         from prejit.runtime.generation.image_prompts import filling_images  # few prompts have any
 
-        fill = filling_images
+        fill, rows = filling_images, None
         for member in seeing.values():
             if member.prefix is None:  # what its slot holds is not here
                 member.start = member.row.usage.reused_tokens = 0
@@ -107,7 +106,7 @@ def filling_aside(
         # The next source's cache comes from its encoder.
         if decoder.copies_rows and decoder.source is None:
             host_caches.wipe(aside.arrays)
-            decoder.spares[aside.batch, aside.context] = aside.arrays
+            decoder.spares[aside.bucket] = aside.arrays
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
@@ -173,10 +172,3 @@ def computing_prefix(
     member = Entering(row, start)
     yield from filling(decoder, lambda: cache, {0: member}, limit)
     return Prefix(token_ids, cache, has_nan=member.token is not None and member.token < 0)
-
-
-def compute_prefix(
-    decoder: DecoderPrograms, token_ids: Sequence[int], context: int, usage: Usage
-) -> Prefix:
-    """Return the keys and values of a text. Arguments as `computing_prefix`."""
-    return whole(computing_prefix(decoder, token_ids, context, usage))

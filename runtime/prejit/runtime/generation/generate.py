@@ -222,7 +222,7 @@ class Generator:
             from prejit.runtime.generation.image_prompts import read_images  # few prompts have any
 
             resolved.common["images"] = read_images(self.decoder, images)
-        return self.reading(resolved, resolved.common.get("source"))
+        return self.with_source(resolved, resolved.common.get("source"))
 
     def begin(self, prompt: Prompt | None, resolved: Resolved) -> Generation:
         """Return a generation from a prompt, which `generate.run` runs.
@@ -239,7 +239,7 @@ class Generator:
         request = resolved.request(self.token_ids(prompt, resolved.common.get("images")))
         return Generation(self.decoder, request, tokenizer, resolved.stop)
 
-    def reading(self, resolved: Resolved, source: Any) -> Resolved:
+    def with_source(self, resolved: Resolved, source: Any) -> Resolved:
         """Return the options of a call with this source; text becomes token ids."""
         if isinstance(source, str):
             if self.decoder.source is not None and self.decoder.source.dtype != "int32":
@@ -258,6 +258,6 @@ class Generator:
             # Special tokens, such as an end, belong to the source of an encoder-decoder.
             encode, most = self._text.need_tokenizer().encode, self.decoder.contexts[-1]
             tokens = [*(start or ()), *encode(text, add_special_tokens=not start, max_tokens=most)]
-        if images is None and hasattr(self.decoder, "check_text"):
+        if images is None:
             self.decoder.check_text(tokens)
         return tokens

@@ -194,7 +194,7 @@ def _program(decoder: DecoderPrograms, cache: KVCache, tokens: int) -> Any:
             program
             for program in decoder.programs.table.values()
             if program.kind == IMAGE_PREFILL
-            and (program.bucket["batch"], program.bucket["context"]) == (cache.batch, cache.context)
+            and (program.bucket["batch"], program.bucket["context"]) == cache.bucket
         ),
         key=lambda program: program.bucket["prompt"],
     )

@@ -29,7 +29,7 @@ class KVCache:
     """What a decoder keeps of a batch of texts: keys and values of each layer, or what a model has instead.
 
     Attributes:
-        batch, context: B and S, one of the bundle's buckets.
+        batch, context: B and S. `bucket` is both, one of the bundle's.
         size_bytes: how much its arrays take on the device.
         arrays: the arrays that the program table lists. Programs take them donated and return new ones.
     """
@@ -43,8 +43,7 @@ class KVCache:
     ) -> None:
         """Take the arrays of a cache; None: allocate an empty one."""
         self._decoder = decoder
-        self.batch = batch
-        self.context = context
+        self.batch, self.context = self.bucket = batch, context
         self.size_bytes = cache_bytes(decoder.cache, batch, context)
         self.arrays: list[DeviceArray] = (
             Allocation(decoder, batch, context).arrays() if arrays is None else arrays
@@ -79,7 +78,7 @@ class KVCache:
 
             host_caches.copy_rows(decoder.cache, source.arrays, self.arrays, rows, counts)
             return
-        name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
+        name = decoder.copy_for(source.bucket, self.bucket).name
         place = np.full(self.batch, -1, np.int32)
         place[list(rows)] = list(rows.values())
         placed = decoder.device.put(place)

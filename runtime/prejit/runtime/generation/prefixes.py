@@ -121,11 +121,10 @@ class PrefixCache:
                 self._drop(self.most_bytes - size)  # before there is another one
                 self._add(CompactPrefix(decoder, token_ids, cache, row), namespace)
             return
-        if cache_bytes(decoder.cache, *smallest) > self.most_bytes or not decoder.can_copy(
-            (cache.batch, cache.context), smallest
-        ):
+        is_large = cache_bytes(decoder.cache, *smallest) > self.most_bytes
+        if is_large or not decoder.can_copy(cache.bucket, smallest):
             return
-        name = decoder.copy_for(cache.batch, cache.context, *smallest).name
+        name = decoder.copy_for(cache.bucket, smallest).name
         if not decoder.programs.ready(name):
             decoder.programs.prepare_later(name)
             return

@@ -76,6 +76,7 @@ class Slots:
         self._prefixes: PrefixCache | None = None
         self._decoding: Decoding | None = None  # the first token needs neither
         self._growth: Growth | None = None
+        self._budget = 0  # how many positions of prompts the step that runs may compute
         self._lock = threading.RLock()
 
     @property
@@ -228,7 +229,7 @@ class Slots:
     ) -> None:
         """Make rows live, whose prompts are in the cache now, but for those that have left meanwhile."""
         cache = self._current()
-        self._decoder.prepare_decode((cache.batch, cache.context))
+        self._decoder.programs.prepare(self._decoder.decode_for(*cache.bucket).name)
         for slot, member in members.items():
             if slot in evicted:
                 self._clear(slot)
@@ -287,11 +288,7 @@ class Slots:
             if growth.allocate(*growth.longer(cache)):
                 self._cache = growth.moved(cache, {row: row for row in range(cache.batch)})
             else:
-                yield self._positions()
-
-    def _positions(self) -> int:
-        """Return how many positions a step may compute."""
-        return 0
+                yield self._budget
 
     # ------------------------------------------------------------------ decoding
 

@@ -200,24 +200,24 @@ class Loop:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        kept = True  # whether the prefixes have what the slots hold
+        rests = True  # nobody has come since a pause, in which the prefixes got what the slots hold
         has_begun = False  # whether the sleeper knows that this runs
         while True:
             with self._changed:
                 if self._is_idle():
                     self._changed.notify_all()  # drain waits for it
-                pause = None if kept else _PAUSE_SECONDS
+                pause = None if rests else _PAUSE_SECONDS
                 self._changed.wait_for(lambda: self._stops or not self._is_idle(), pause)
                 if self._stops:
                     break
-                kept = self._is_idle()
+                rests = self._is_idle()
             if not has_begun and not self._must_wait():
-                has_begun = self._sleeper.try_begin(wakes=not kept)
+                has_begun = self._sleeper.try_begin(wakes=not rests)
             if not has_begun:
                 self._wait_to_begin()
                 continue
             try:
-                if kept:
+                if rests:
                     self._batch.keep()
                     self._has_rested = True
                     self._observe()
@@ -260,7 +260,7 @@ class Loop:
         if self._batch.entering:
             self._hand_out()  # computing prompts may take long
         started = time.perf_counter()
-        tokens = self._batch.step(self._hand_out, self._positions())
+        tokens = self._batch.step(self._hand_out, self._prefill_budget())
         now = time.perf_counter()
         self._hand_out()  # a step that decodes nothing has not done so
         decoded = len({token.slot for token in tokens if token.usage.passes})
@@ -336,7 +336,7 @@ class Loop:
                 if self._batch.awaits(request) or (taken and len(request.prompt) > longest):
                     break
                 if not taken:
-                    most = positions_of_call(self._prefill_tokens, self._positions())
+                    most = positions_of_call(self._prefill_tokens, self._prefill_budget())
                     waiting = sum(self._queue.can_run.values())
                     rows, longest = self._batch.call_for(len(request.prompt), waiting, most)
                 client, ticket = self._queue.take()
@@ -344,7 +344,7 @@ class Loop:
                 taken.append(ticket)
         return taken
 
-    def _positions(self) -> int:
+    def _prefill_budget(self) -> int:
         """Return how many positions of prompts to compute before the next decode step."""
         with self._changed:
             can_run = self._queue.can_run
@@ -352,12 +352,12 @@ class Loop:
             return self._prefill_tokens  # there is no prompt to compute
         free, tickets = self._batch.free, self._running.values()
         waiting = Counter({client: min(count, free) for client, count in can_run.items()})
-        waiting.update(ticket.client for ticket in tickets if not ticket.last)
+        waiting.update(ticket.client for ticket in tickets if not ticket.answered)
         # A text with its first token alone waits for the rest of its own client's burst.
         running = Counter(
             ticket.client
             for ticket in tickets
-            if ticket.last and (ticket.generation.new_tokens > 1 or not waiting[ticket.client])
+            if ticket.answered and (ticket.generation.new_tokens > 1 or not waiting[ticket.client])
         )
         return positions_between(self._prefill_tokens, waiting, running)
 
@@ -411,11 +411,11 @@ class Loop:
                 self._fail(slot, error)
                 continue
             ends = found[-1].finish_reason is not None
-            if ticket.last and not ends and not ticket.generation.has_stops:
+            if ticket.answered and not ends and not ticket.generation.has_stops:
                 self._held.append((ticket, found, now))
                 continue
             pieces = self._pieces(slot, ticket, found)
-            if not ticket.last:
+            if not ticket.answered:
                 prompt = len(ticket.generation.request.prompt)
                 self._recorder.read_prompt(prompt, found[0].usage.reused_tokens)
             self._count(ticket, pieces, now)
@@ -455,12 +455,12 @@ class Loop:
         new = sum(piece.token_id is not None for piece in pieces)
         if not new:
             return
-        if not ticket.last:
+        if not ticket.answered:
             self._recorder.first_token(now - ticket.submitted)
-        further = new if ticket.last else new - 1
+        further = new if ticket.answered else new - 1
         if further:
-            self._recorder.tokens(further, now - (ticket.last or now))
-        ticket.last = now
+            self._recorder.tokens(further, now - (ticket.answered or now))
+        ticket.answered = now
         _spend(ticket, new)
         with self._changed:
             self._queue.charge(ticket.client, _NEW_TOKEN_COST * new)

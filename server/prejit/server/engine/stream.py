@@ -31,7 +31,8 @@ class Ticket:
         client, priority: whose it is, and how soon it is served.
         limits: those of the client.
         deadline: when it must be finished, by time.perf_counter; None: at any time.
-        submitted, last: when it came, and when its last tokens came.
+        submitted: when it came.
+        answered: when its latest tokens came; None: it has none yet.
         guard: its token mask, if it has one.
         cancelled: whether nobody waits for it any more.
     """
@@ -43,7 +44,7 @@ class Ticket:
     limits: Limits
     deadline: float | None
     submitted: float
-    last: float = 0.0
+    answered: float | None = None
     guard: GuardedMask | None = None
     cancelled: bool = False
 

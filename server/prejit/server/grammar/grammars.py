@@ -167,7 +167,7 @@ class Grammars:
         )
 
     def kept_mask(
-        self, source: GrammarSource, stop_token_ids: Collection[int] | None = None
+        self, source: GrammarSource, stop_token_ids: Collection[int] | None
     ) -> GrammarMask | None:
         """Return a mask for a grammar that is kept; None: it must be compiled."""
         with self._lock:

@@ -221,23 +221,15 @@ def make_admin(
         routes=[
             Route("/drain", post_drain, methods=["POST"]),
             Route("/undrain", post_undrain, methods=["POST"]),
-            Route("/swap", _handler(SwapRequest, swap), methods=["POST"]),
-            Route("/add", _handler(AddRequest, add), methods=["POST"]),
-            Route("/remove", _handler(ModelRequest, remove), methods=["POST"]),
-            Route("/sleep", _handler(ModelRequest, sleep), methods=["POST"]),
-            Route("/wake", _handler(ModelRequest, wake), methods=["POST"]),
-            Route(
-                "/v1/load_lora_adapter",
-                _handler(LoadAdapterRequest, load_adapter),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/unload_lora_adapter",
-                _handler(UnloadAdapterRequest, unload_adapter),
-                methods=["POST"],
-            ),
+            _post("/swap", SwapRequest, swap),
+            _post("/add", AddRequest, add),
+            _post("/remove", ModelRequest, remove),
+            _post("/sleep", ModelRequest, sleep),
+            _post("/wake", ModelRequest, wake),
+            _post("/v1/load_lora_adapter", LoadAdapterRequest, load_adapter),
+            _post("/v1/unload_lora_adapter", UnloadAdapterRequest, unload_adapter),
             Route("/canary", get_canary, methods=["GET"]),
-            Route("/canary", _handler(CanaryRequest, canary), methods=["POST"]),
+            _post("/canary", CanaryRequest, canary),
             Route("/profile", post_profile, methods=["POST"]),
         ],
         exception_handlers=dict.fromkeys(
@@ -256,6 +248,12 @@ def make_admin(
             await app(scope, receive, send)
 
     return guarded
+
+
+def _post(
+    path: str, kind: type[_Body], work: Callable[[_Body], dict[str, Any] | Response]
+) -> Route:
+    return Route(path, _handler(kind, work), methods=["POST"])
 
 
 def _handler(

@@ -77,17 +77,7 @@ def serve(
         StoreError: the address cannot be bound, systemd passed no usable socket, or a bundle cannot be read.
         MismatchError, RejectError, UsageError: as `load`.
     """
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, _end_early)
-    for each in (signal.SIGHUP, signal.SIGUSR1):  # the files were opened just now
-        signal.signal(each, signal.SIG_IGN)
-    if sys.stderr is not None:  # a daemon may have closed it
-        faulthandler.enable()  # native code that crashes shows where each thread was
-    gc.disable()  # imports and loads make many objects and no garbage
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    use_few_arenas()
-    use_small_pages()
-    allow_many_connections()
+    _set_up_process()
     inherited = _inherited()
     if inherited is not None:
         address = inherited.getsockname()[:2]
@@ -160,6 +150,21 @@ def serve(
     if loading.is_alive() or not has_ended or is_working:
         sys.stderr.flush()
         os._exit(0)
+
+
+def _set_up_process() -> None:
+    """Set what is true of the whole process: signals until the server runs, garbage, threads and memory."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, _end_early)
+    for each in (signal.SIGHUP, signal.SIGUSR1):  # the files were opened just now
+        signal.signal(each, signal.SIG_IGN)
+    if sys.stderr is not None:  # a daemon may have closed it
+        faulthandler.enable()  # native code that crashes shows where each thread was
+    gc.disable()  # imports and loads make many objects and no garbage
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    use_few_arenas()
+    use_small_pages()
+    allow_many_connections()
 
 
 def _end_early(number: int, frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.image_prompts import read_images
 from prejit.runtime.generation.sampling_arguments import Logprob
+from prejit.server.engine.fair_queue import Place
 from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.request_clients import check_tokens, priority, unless_gone
 from prejit.server.gate.server_settings import Settings
@@ -34,7 +35,6 @@ from prejit.server.served.served import Models, Served
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import TokenMask
     from prejit.server.engine.engine import Engine
-    from prejit.server.engine.fair_queue import Limits
     from prejit.server.engine.stream import Stream
     from prejit.server.gate.api_keys import ApiKey
 
@@ -124,7 +124,7 @@ class TextCall:
         options: options of the engine, `seed` included. Each further continuation takes the next seed.
         choices: how many continuations.
         mask: returns a new token mask, one for each continuation; None: no tokens are masked.
-        priority, client, limits, timeout, cache_salt: as `Engine.submit`.
+        place: how the engine serves it beside others.
     """
 
     engine: Engine
@@ -132,32 +132,21 @@ class TextCall:
     options: dict[str, Any]
     choices: int
     mask: Callable[[], TokenMask] | None
-    priority: int
-    client: str
-    limits: Limits
-    timeout: float | None
-    cache_salt: str
+    place: Place
 
     def begin(self, submit: Callable[..., _T]) -> Iterator[_T]:
         """Submit the continuations, one after the other, by `Engine.submit` or `Engine.stream`."""
         for choice in range(self.choices):
             seed = (self.options["seed"] + choice) % 2**64
-            yield submit(
-                self.prompt,
-                **self.options | {"seed": seed},
-                token_mask=None if self.mask is None else self.mask(),
-                priority=self.priority,
-                client=self.client,
-                limits=self.limits,
-                timeout=self.timeout,
-                cache_salt=self.cache_salt,
-            )
+            mask = None if self.mask is None else self.mask()
+            options = self.options | {"seed": seed, "token_mask": mask}
+            yield submit(self.prompt, **options, **self.place)
 
 
 def text_call(
     asked: AskedTexts,
     prompt: Sequence[int],
-    mask: Callable[[], TokenMask] | None = None,
+    mask: Callable[[], TokenMask] | None,
     *,
     choices: int = 1,
 ) -> TextCall:
@@ -181,18 +170,15 @@ def text_call(
         raise field_error(
             "min_tokens", f"expected at most {most}, the most new tokens, found {body.min_tokens}"
         )
-    return TextCall(
-        engine=asked.served.engine,
-        prompt=kept(asked.served, prompt, body.truncate_prompt_tokens),
-        options=asked.options,
-        choices=choices,
-        mask=mask,
+    place = Place(
         priority=priority(key, body.priority),
         client=key.name,
         limits=key.limits,
         timeout=asked.settings.timeout_seconds,
         cache_salt=body.cache_salt or "",
     )
+    prompt = kept(asked.served, prompt, body.truncate_prompt_tokens)
+    return TextCall(asked.served.engine, prompt, asked.options, choices, mask, place)
 
 
 async def with_images(
@@ -251,11 +237,9 @@ def _check_count(calls: Sequence[TextCall]) -> None:
     """
     count = sum(call.choices for call in calls)
     sizes = [(call.engine.queue_size, "the length of the queue") for call in calls]
-    sizes += [
-        (call.limits.waiting, "how many requests of this key may wait")
-        for call in calls
-        if call.limits.waiting is not None
-    ]
+    for limits in (call.place["limits"] for call in calls):
+        if limits.waiting is not None:
+            sizes.append((limits.waiting, "how many requests of this key may wait"))
     most, limit = min(sizes, default=(0, ""))
     if count > most:
         raise field_error(

@@ -192,7 +192,10 @@ def _limited(
             else:
                 always[last] = False
 
-    names = "allowed_token_ids, bad_words" + ", suppress_tokens" * any(suppressed)
+    names = "allowed_token_ids, bad_words"
+    hint = "allow more tokens, those of a grammar and one that ends the answer included"
+    if any(suppressed):
+        names, hint = f"{names}, suppress_tokens", hint + _OF_CONFIG
 
     def make() -> TokenMask:
         inner = None if mask is None else mask()
@@ -212,8 +215,7 @@ def _limited(
                 raise UsageError(
                     f"{names}: expected them to leave a token that may come, found none after "
                     f"{len(token_ids)} tokens",
-                    hint="allow more tokens, those of a grammar and one that ends the answer included"
-                    + _OF_CONFIG * any(suppressed),
+                    hint=hint,
                 )
             return found
 

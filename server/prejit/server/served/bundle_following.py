@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from prejit.server.engine.memory import NoRoomError
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served
+from prejit.server.served.work_threads import yield_cpu
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_SECONDS = 3600.0
@@ -31,8 +30,6 @@ _NO_ROOM_SECONDS = 300.0
 """How long a bundle without room is not loaded again, unless what is served changes or somebody asks."""
 _CLOSE_SECONDS = 2.0
 """How long a server that ends waits for a transfer to stop. What arrived is kept."""
-_NICE = 19
-"""The lowest priority of a thread on Linux, and of those that it starts: generations come first."""
 
 
 class BundleFollowing:
@@ -51,8 +48,9 @@ class BundleFollowing:
         self._no_room: dict[str, _NoRoom] = {}
         self._ends = threading.Event()
         self._looks = threading.Event()
-        # A thread of its own, because those that it starts have its priority, and kernels' threads must not.
-        self._fetching = ThreadPoolExecutor(1, "prejit-fetch", initializer=_be_nice)
+        # Generations come first. A thread of its own, because those that it starts have its priority, and
+        # kernels' threads must not.
+        self._fetching = ThreadPoolExecutor(1, "prejit-fetch", yield_cpu, (19,))
         self._thread = start_thread(self._run, "prejit-follow")
 
     def look(self) -> None:
@@ -146,8 +144,3 @@ class _NoRoom(NamedTuple):
     digest: str
     changes: int
     until: float
-
-
-def _be_nice() -> None:
-    with contextlib.suppress(OSError):  # a system without priorities of threads
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,7 @@ from prejit.runtime.errors import UsageError
 from prejit.server.grammar.grammar_sources import GrammarSource
 from prejit.server.grammar.grammars import Grammars
 from prejit.server.grammar.mask import GrammarMask
+from prejit.server.served.work_threads import yield_cpu
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -52,7 +50,7 @@ class Compiling:
 
     def __init__(self) -> None:
         self._grammars: Grammars | None = None
-        self._pool = ThreadPoolExecutor(1, "prejit-grammar", _yield_cpu)
+        self._pool = ThreadPoolExecutor(1, "prejit-grammar", yield_cpu, (_NICE,))
         self._waiting: list[_Turn] = []
         self._running: _Turn | None = None
         self._seconds: dict[str, float] = {}
@@ -125,9 +123,3 @@ class Compiling:
             else:
                 turn.result.set_result(work.result())
         self._begin_next()
-
-
-def _yield_cpu() -> None:
-    """Let the other threads of a busy machine run first."""
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -45,7 +45,6 @@ def _build(served: Served) -> dict[str, str]:
     }
 
 
-@functools.cache
-def _version(package: str) -> str:
-    """Return the version of an installed package. To look for it takes a millisecond and leaves garbage."""
-    return metadata.version(package)
+_version = functools.cache(
+    metadata.version
+)  # to look for one takes a millisecond and leaves garbage

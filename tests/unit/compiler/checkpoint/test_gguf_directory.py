@@ -171,11 +171,11 @@ def scaled(kind, **more):
     return {"rope_type": kind, "rope_theta": 500000.0, **more}
 
 
-def llama3_factors(factor, pairs, theta=500000.0):
+def llama3_factors(factor, pairs):
     """The factors of frequencies that llama.cpp's converter writes (convert_hf_to_gguf.py, LlamaModel)."""
     found = []
     for pair in range(pairs):
-        length = 2 * np.pi * theta ** (pair / pairs)
+        length = 2 * np.pi * 500000.0 ** (pair / pairs)
         smooth = (8192 / length - 1) / 3
         inner = 1 / ((1 - smooth) / factor + smooth)
         found.append(1 if length < 8192 / 4 else factor if length > 8192 else inner)

@@ -140,7 +140,7 @@ def calls_alone(monkeypatch):
         raise Checked
 
     for name in (
-        *("encoding.encoder.EncoderPrograms.encode", "generation.filling_aside.compute_prefix"),
+        *("encoding.encoder.EncoderPrograms.encode", "generation.filling_aside.computing_prefix"),
         "generation.slots.Slots._reserve",
     ):
         monkeypatch.setattr(f"prejit.runtime.{name}", stop)

@@ -85,10 +85,10 @@ def weights_of(path):
     return max((path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
 
 
-def flip(file, place, bit=1):
+def flip(file, place):
     with open(file, "r+b") as opened:
         byte = os.pread(opened.fileno(), 1, place)[0]
-        os.pwrite(opened.fileno(), bytes([byte ^ bit]), place)
+        os.pwrite(opened.fileno(), bytes([byte ^ 1]), place)
 
 
 def test_chunks_change_no_result_and_are_read_once(path, content, recipe, tmp_path, monkeypatch):

@@ -398,7 +398,7 @@ def test_7_whatever_a_table_says_the_engine_finds_all(name, seed):
         decode = decoder.decode_for(batch, context)
         assert decoder.max_steps(decode) >= 1
         found = [decode, *decoder.prefills(batch, context)]
-        found.append(decoder.copy_for(smallest, context, batch, context))
+        found.append(decoder.copy_for((smallest, context), (batch, context)))
         if decoder.draft_tokens:
             found.append(decoder.verify_for(batch, context))
             assert found[-1].bucket["draft"] == decoder.draft_tokens

@@ -85,7 +85,7 @@ def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle):
         np.testing.assert_array_equal(new[:, :, 24:], 0)
         np.testing.assert_array_equal(old_still, old)
     with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
-        bundle.decoder.copy_for(3, 72, 3, 24)
+        bundle.decoder.copy_for((3, 72), (3, 24))
     prefix = bundle.prefix([1, 2, 3, 4, 5])
     longer = prefix.at(72)
     assert (prefix.context, longer.context, prefix.token_ids) == (24, 72, (1, 2, 3, 4, 5))

@@ -120,10 +120,10 @@ def test_recorded_bundles_are_asked_about_and_audit_warns_and_runs(
     open_recorded(bundle)
 
 
-def one_target(bundle, to, place=0, *, signed):
-    """Copy one target as a tool does, with or without what refers to it."""
+def one_target(bundle, to, *, signed):
+    """Copy the first target as a tool does, with or without what refers to it."""
     shutil.copytree(bundle, to)
-    target = index_of(bundle)["manifests"][place]
+    target = index_of(bundle)["manifests"][0]
     kept = [entry for entry in entries(bundle) if entry["digest"] == target["digest"]]
     if signed:
         found = {each.descriptor.digest for each in signatures(bundle, target["digest"])}

@@ -221,7 +221,7 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made
     original = Batch.step
 
     def step(self, meanwhile, positions):
-        clients = {ticket.client for ticket in engine._loop._running.values() if ticket.last}
+        clients = {ticket.client for ticket in engine._loop._running.values() if ticket.answered}
         if "few" in clients:
             most["beside few"] = max(most.get("beside few", 0), positions)
         elif clients:

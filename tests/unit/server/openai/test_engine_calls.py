@@ -50,7 +50,7 @@ class Engine:
 
 
 def call(engine, choices, limits=NO_LIMITS):
-    return TextCall(engine, [1], {"seed": 2**64 - 1}, choices, None, 0, "", limits, None, "")
+    return TextCall(engine, [1], {"seed": 2**64 - 1}, choices, None, {"limits": limits})
 
 
 async def take(calls, count):

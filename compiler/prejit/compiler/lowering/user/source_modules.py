@@ -35,7 +35,7 @@ _OF_CONTAINERS = ("collections", "types")
 """Modules of Python whose classes hold objects of the application, such as SimpleNamespace and ChainMap."""
 
 
-def modules_of(given: object, files: Collection[str] = ()) -> tuple[str, ...]:
+def modules_of(given: object, files: Collection[str]) -> tuple[str, ...]:
     """Return the names of the modules of the functions and classes in an object, at any depth, sorted.
 
     A function without a file, as in a notebook, leads to what it reads. `files` are sources whose modules

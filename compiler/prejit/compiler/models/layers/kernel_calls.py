@@ -195,7 +195,7 @@ def row_adapters(
     up: jax.Array,
     *,
     layer: int,
-    activation: str | None = None,
+    activation: str | None,
 ) -> jax.Array:
     """Return `activation(y + x A^T B)`, with A and B of each row's slot, where they lie.
 

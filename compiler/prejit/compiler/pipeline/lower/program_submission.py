@@ -57,11 +57,12 @@ class Submitting:
             self._lower_apart([each for each in plan.programs if each.lowered is None])
             self._lower_own()
             known = _measure_forms(self.space, toolchains, libraries, self._service)
-        self.tools = [
-            TargetTools(each, None if library is None else kernels_of(library, each, known))
+        kernels = {
+            each.target.name: kernels_of(libraries[each.target.name], each, known)
             for each in toolchains
-            for library in [libraries.get(each.target.name)]
-        ]
+            if each.target.name in libraries
+        }
+        self.tools = [TargetTools(each, kernels.get(each.target.name)) for each in toolchains]
         # First what the stores know: a shared one answers many questions at a time.
         programs = self.space.plan.programs
         ordered = programs if shard is None else shard.ordered(programs)

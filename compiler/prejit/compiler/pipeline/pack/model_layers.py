@@ -166,7 +166,8 @@ def special_ids(
         of_tokenizer = _ids_of_tokenizer(directory)
         for name in names:
             token_id = of_tokenizer.get(name.removesuffix("_id"), vocab_size)
-            found[name] = found[name] or [token_id] * (token_id < vocab_size)
+            if not found[name] and token_id < vocab_size:
+                found[name] = [token_id]
     eos, bos, start = (tuple(found[name]) for name in names)
     return eos, next(iter(bos), None), start
 

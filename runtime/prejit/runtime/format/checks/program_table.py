@@ -271,7 +271,9 @@ def _check_programs(config: Config) -> None:
             raise ValueError(f"{name}: expected {model!r} in the config, found none")
         if kind == "encode" and config.decoder is not None and config.decoder.source is None:
             raise ValueError(f"{name}: expected 'source' in the decoder, found none")
-        sizes = BUCKETS[kind] + ("sentences",) * ("sentences" in bucket and kind in ENCODER_KINDS)
+        sizes = BUCKETS[kind]
+        if "sentences" in bucket and kind in ENCODER_KINDS:
+            sizes += ("sentences",)
         if bucket.keys() != {*sizes}:
             expected, found = ", ".join(sizes), ", ".join(sorted(bucket)) or "nothing"
             raise ValueError(f"{name}: bucket: expected {expected}; found {found:.80}")
