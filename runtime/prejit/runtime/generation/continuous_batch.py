@@ -366,11 +366,10 @@ class Batch(Slots):
                 insertion.positions = next(insertion.work)
             except StopIteration as done:
                 self._insertions.remove(insertion)
-                seconds = insertion.seconds + time.perf_counter() - started
-                self._enter(done.value, seconds, insertion.evicted)
-                usages = (member.row.usage for member in done.value.values())
-                if computed := sum(usage.computed_tokens for usage in usages):
-                    self._position_seconds = seconds / computed
+                seconds = time.perf_counter() - started
+                self._enter(done.value, insertion.seconds + seconds, insertion.evicted)
+                if self._computed:  # a chunk before a decode step ran beside that, unseen here
+                    self._position_seconds = (self._stalled_seconds + seconds) / self._computed
                 return False
             finally:
                 seconds = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 import os
 from functools import cache
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from prejit.runtime import Sampling, load
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation import decode, kv_cache
+from prejit.runtime.generation import continuous_batch, decode, kv_cache
 from prejit.runtime.generation.continuous_batch import Batch
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.prefill import Entering
 from prejit.runtime.generation.prefixes import PrefixCache
 
 from .batches import TEXT, Found, finish, ids, request, step
@@ -35,6 +38,44 @@ def test_first_tokens_come_one_by_one_and_stalls_end(bundle, monkeypatch, stall_
         order.append(("decode" if is_decode else "first", len(tokens)))
     assert order[:: 2 if decodes else 1] == [("first", 1)] * 3
     assert not decodes or order[1::2] == decodes
+
+
+def test_a_chunk_takes_its_time_though_the_host_waits_for_it_in_a_decode_step(bundle, monkeypatch):
+    """A device whose chunks of ten positions take a second: in 2.5 seconds it computes two of them."""
+    seconds, waiting, order = 0.0, 0.0, []
+    run, read = DecoderPrograms.run, Entering.read
+
+    def wait():
+        nonlocal seconds, waiting
+        seconds, waiting = seconds + waiting, 0.0
+
+    def slow_run(self, program, *arguments):
+        nonlocal waiting
+        waiting += program.kind == "prefill"
+        order.append(program.kind)
+        if program.kind == "decode":
+            wait()
+        return run(self, program, *arguments)
+
+    def slow_read(*arguments):
+        wait()
+        read(*arguments)
+
+    bundle.prepare()
+    clock = SimpleNamespace(perf_counter=lambda: seconds)
+    monkeypatch.setattr(continuous_batch, "time", clock)
+    monkeypatch.setattr(continuous_batch, "_LONGEST_STALL_SECONDS", 2.5)
+    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)  # steps of one token
+    monkeypatch.setattr(DecoderPrograms, "run", slow_run)
+    monkeypatch.setattr(Entering, "read", slow_read)
+    batch = Batch(bundle.decoder, 3, prefill_tokens=10)
+    batch.insert(request(TEXT[:3], 40))
+    for start, budget in ((10, 10), (40, 1000)):
+        order.clear()
+        batch.begin(request(TEXT[start : start + 30], 2))
+        while batch.entering:
+            batch.step(prefill_tokens=budget)
+    assert order == ["prefill", "decode", "prefill", "prefill"]
 
 
 def test_prompts_are_computed_together(wide_dir, monkeypatch):
