@@ -384,9 +384,7 @@ BAD_FUNCTIONS = [
 ]
 
 
-def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_built(
-    run, tmp_path
-):
+def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_built(run, tmp_path):
     keeps_no_batch = "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
     (tmp_path / "users_code.py").write_text(MODULE + keeps_no_batch)
     functions = [*BAD_FUNCTIONS, ("users_code:rows", 'args = ["float32[1, 3]"]', "")]

@@ -61,9 +61,7 @@ def arguments(project, output):
     return ["build", *map(str, (project / "tiny.toml", *at))]
 
 
-def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
-    run, built_project, tmp_path
-):
+def test_a_build_compiles_what_a_change_touches_in_any_directory(run, built_project, tmp_path):
     project, digest = built_project, load(built_project / "out" / "tiny").digest
     if find_spec("cryptography") is not None:  # it comes with the extra trust
         from tests.signers import signer
@@ -276,9 +274,7 @@ def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_langu
 
 
 @pytest.mark.thorough
-def test_kernels_are_the_same_bytes_with_the_forms_of_the_bundle(
-    build_cache, tmp_path, monkeypatch
-):
+def test_kernels_are_the_same_bytes_with_forms_of_the_bundle(build_cache, tmp_path, monkeypatch):
     """All kernels are compiled twice here, without optimization, which is faster."""
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     flags = tuple("-O0" if each == "-O3" else each for each in library._COMPILE_FLAGS)

@@ -262,9 +262,7 @@ def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle):
     np.testing.assert_array_equal(bundle.encode(calls[0]), lone.embeddings)
 
 
-def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
-    run, python, built, bundle
-):
+def test_a_fresh_process_compiles_nothing_and_may_end_while_loading(run, python, built, bundle):
     done = run("encode", built, "a b c", "", "--on-mismatch", "error", "--json")
     told = json.loads(done.stdout)
     assert np.abs(np.array(told["embeddings"]) - bundle.encode(["a b c", ""])).max() <= 1e-5
@@ -278,9 +276,7 @@ def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
     python("import sys; from prejit.runtime import load; load(sys.argv[1])", built)
 
 
-def test_another_machine_compiles_what_it_needs_and_gives_the_same(
-    built, bundle, tmp_path, monkeypatch
-):
+def test_another_machine_compiles_what_it_needs_alike(built, bundle, tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
     other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
     with pytest.warns(FallbackWarning):

@@ -353,9 +353,7 @@ def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
 
 
 @pytest.mark.thorough
-def test_another_process_finds_equal_static_values_and_functions(
-    static_bundle, state_bundle, run_python
-):
+def test_another_process_finds_equal_values_and_functions(static_bundle, state_bundle, run_python):
     code = f"""
 import json, sys
 sys.path[:0] = {sys.path!r}
@@ -402,9 +400,7 @@ def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_c
     again = build(manifest, tmp_path / "again", cache=build_cache, quiet=True)  # of a stored trace
     assert again.digest == bundle.digest
     source = {"module held": json.dumps(digest_of(HELD.encode()))}
-    step, scaled = (
-        HELD[: HELD.index(f"def {name}")].count("\n") + 1 for name in ("step", "scaled")
-    )
+    step, scaled = (HELD[: HELD.index(f"def {it}")].count("\n") + 1 for it in ("step", "scaled"))
     assert [each.state for each in bundle.config.programs] == [
         {
             "closure rate": '["float","0x1.0000000000000p-1"]',
@@ -605,9 +601,7 @@ CLASSES = {
 @pytest.mark.filterwarnings(IGNORED)
 def test_values_that_look_alike_but_are_of_other_classes(built):
     names = sorted(CLASSES.keys() - {"enum-key"})
-    bundle = load(
-        built(program(jit(by_class, bundle="none", name=name), CLASSES[name]()) for name in names)
-    )
+    bundle = load(built(program(jit(by_class, bundle="none", name=n), CLASSES[n]()) for n in names))
     for name, (given, make) in itertools.product(names, CLASSES.items()):
         # Of one function jax keeps a trace for keys that are equal, whatever their classes are.
         function = jit(functools.partial(by_class), bundle=bundle, name=name)

@@ -124,9 +124,7 @@ def test_every_mesh_gives_the_tokens_of_one_device(generated, family, mesh):
 
 
 @pytest.mark.thorough
-def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
-    python, bundles, generated, tmp_path
-):
+def test_a_mesh_falls_back_to_compiling_and_keeps_programs(python, bundles, generated, tmp_path):
     arguments = (GENERATE.format(mismatch=True), json.dumps(PROMPTS), str(NEW_TOKENS))
     for source in ("compiled", "kept"):
         settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path), "XLA_FLAGS": XLA_FLAGS}

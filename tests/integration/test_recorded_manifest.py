@@ -227,9 +227,7 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=shape)
 
 
-def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
-    recorded, run, tmp_path
-):
+def test_a_manifest_that_cannot_be_written_is_refused_before_the_run(recorded, run, tmp_path):
     before, ran = recorded.read_bytes(), tmp_path / "ran"
     # Of other people; without a directory.
     for manifest in (recorded, tmp_path / "sub" / "app.toml"):

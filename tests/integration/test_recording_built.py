@@ -109,9 +109,7 @@ def built(here, recording, on_two_devices):
     return here / "fleet" / "serve"
 
 
-def test_a_recording_is_built_for_levels_which_start_without_a_trace(
-    here, recording, built, on_two_devices
-):
+def test_a_recording_is_built_for_levels_without_a_trace(here, recording, built, on_two_devices):
     """Recorded here, run for a lower level and for the best one: jax reports no trace and no compile."""
     plain = on_two_devices("serve.py")
     assert int(plain.stderr) > 10
@@ -128,9 +126,7 @@ def test_a_recording_is_built_for_levels_which_start_without_a_trace(
     assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
 
 
-def test_a_recording_onto_what_was_built_keeps_the_names_of_its_targets(
-    built, on_two_devices, tmp_path
-):
+def test_a_recording_onto_what_was_built_keeps_names_of_targets(built, on_two_devices, tmp_path):
     again = tmp_path / "serve"
     shutil.copytree(built, again)
     before = {each.name: {*each.programs} for each in read_targets(again)}

@@ -128,9 +128,7 @@ def check_replay_and_gate(old, new, log, directory, capsys):
     assert main(["gate", f"x={old}", str(new), "--requests", str(log)]) == 2
 
 
-def test_a_server_from_its_start_to_the_replay_of_its_log(
-    serve, bundle_dir, make_recipe, tmp_path, capsys
-):
+def test_a_server_from_start_to_replay_of_its_log(serve, bundle_dir, make_recipe, tmp_path, capsys):
     path, log = tmp_path / "admin", tmp_path / "log.jsonl"
     with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
         left_behind.bind(str(path))
@@ -476,9 +474,7 @@ def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir):
 
 
 @pytest.mark.thorough
-def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
-    serve, bundle_dir, make_recipe, tmp_path
-):
+def test_a_server_follows_a_tag_and_ends_amid_a_transfer(serve, bundle_dir, make_recipe, tmp_path):
     versions = [
         bundle_dir,
         *(make_recipe(score_scale=s).write(tmp_path / f"{s}") for s in (2.0, 3.0)),

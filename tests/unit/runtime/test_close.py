@@ -69,9 +69,7 @@ def test_a_closed_bundle_says_that_it_is_closed(decoder_dir):
     }
     others |= {"runner_with_zeros", "check_finite", "timed_runner", "watch_runs", "finish"}
     others |= {"hlo_modules"}
-    assert {name for name in dir(Bundle) if not name.startswith("_")} == {
-        *METHODS
-    } | PROPERTIES | others
+    assert {n for n in dir(Bundle) if not n.startswith("_")} == {*METHODS} | PROPERTIES | others
 
 
 _FORKING = """

@@ -164,7 +164,7 @@ except Exception as error:
 """
 
 
-def test_a_worker_compiles_with_a_stand_in_what_the_library_itself_gives(
+def test_a_worker_with_a_stand_in_compiles_what_the_library_gives(
     toy_library, tmp_path, run_python
 ):
     """And maps no code of it: the build host may lack the instructions. A call fails, and does not crash."""

@@ -98,9 +98,7 @@ def test_functions_of_one_name_in_one_file_differ(of):
     assert one != other
 
 
-def test_a_module_is_found_that_is_not_imported_and_what_is_not_there_is_left_out(
-    tmp_path, monkeypatch
-):
+def test_a_module_that_is_not_imported_is_found_and_no_missing_one(tmp_path, monkeypatch):
     places = ("module no_such", "module sys", "package no-such", "package pytest", "self")
     assert function_sources.sources(places) == {"package pytest": pytest.__version__}
     monkeypatch.syspath_prepend(tmp_path)

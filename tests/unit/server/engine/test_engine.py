@@ -445,9 +445,7 @@ def test_a_request_that_ended_is_freed_without_the_garbage_collector(engine, how
         gc.enable()
 
 
-def test_memory_is_bounded_before_the_first_request_and_a_small_one_has_a_shorter_context(
-    bundle, made
-):
+def test_memory_is_bounded_before_a_request_and_a_small_one_has_a_shorter_context(bundle, made):
     plan = partial(plan_caches, bundle.decoder, 4)
     budgets = [1 << 40]
     for context, together in ((72, 2), (72, 1), (24, 2), (24, 1)):
