@@ -182,7 +182,7 @@ def noop(python, build_cache, directory, manifest):
 
 
 @pytest.mark.thorough
-def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
+def test_a_build_that_changes_nothing_imports_no_jax_and_no_code(
     run, python, build_cache, tmp_path
 ):
     functions_manifest(tmp_path / "functions.toml", FUNCTIONS)

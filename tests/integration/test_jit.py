@@ -559,9 +559,7 @@ print(json.dumps({
 
 
 @pytest.mark.thorough
-def test_a_program_on_a_mesh_takes_arrays_that_are_split_as_it_wants(
-    tmp_path, build_cache, python, monkeypatch
-):
+def test_a_program_on_a_mesh_takes_arrays_split_for_it(tmp_path, build_cache, python, monkeypatch):
     (tmp_path / "mesh_step.py").write_text(STEP)
     monkeypatch.syspath_prepend(tmp_path)
     from mesh_step import step

@@ -383,7 +383,7 @@ def test_another_reader_and_the_command_line_read_it(built, capsys):
 # What a build refuses
 
 
-def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
+def test_a_library_of_no_use_is_told_with_its_place_and_fix(
     project, compiled, build_cache, tmp_path
 ):
     good, store = compiled(), DirectoryStore.open(build_cache)

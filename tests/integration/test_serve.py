@@ -163,9 +163,7 @@ def test_a_server_from_start_to_replay_of_its_log(serve, bundle_dir, make_recipe
     check_replay_and_gate(bundle_dir, other, log, tmp_path, capsys)
 
 
-def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
-    serve, bundle_dir, make_recipe, tmp_path
-):
+def test_a_canary_that_answers_otherwise_is_dropped_alone(serve, bundle_dir, make_recipe, tmp_path):
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     path = tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "0%")
@@ -332,7 +330,7 @@ def test_keys_and_a_log_that_signals_open_again(serve, bundle_dir, tmp_path):
         (("{bundle}", "--admin", "{bundle}"), 6, "give another --admin"),
     ],
 )
-def test_a_server_that_cannot_serve_says_why_and_ends(
+def test_a_server_that_cannot_serve_says_why(
     arguments, status, message, serve, bundle_dir, foreign_dir
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -436,9 +434,7 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
 
 
 @pytest.mark.thorough
-def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
-    serve, decoder_dir, tmp_path, capsys
-):
+def test_streams_that_clients_left_are_replayed_up_to_there(serve, decoder_dir, tmp_path, capsys):
     log = tmp_path / "log.jsonl"
     server = serve(decoder_dir, "--log", log, "--slots", "3").wait_until_ready()
     for seed in range(6):

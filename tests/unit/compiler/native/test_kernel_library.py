@@ -157,7 +157,7 @@ def test_no_compiler_is_told(cache, monkeypatch):
     assert library.find_kernels(toolchain(), cache, sources=TOY) == found
 
 
-def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
+def test_a_failing_compiler_leaves_the_next_and_tells_why(
     cache, tmp_path, monkeypatch, toy_library
 ):
     told = write_compiler(tmp_path, monkeypatch, "echo 'toy.cc:1: no such level' >&2; exit 1")

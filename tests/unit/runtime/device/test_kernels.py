@@ -196,7 +196,7 @@ def test_a_descriptor_that_comes_again_is_another_library(toy_library, tmp_path,
     assert mapped == "3 3"
 
 
-def test_a_library_that_lacks_a_symbol_or_a_system_without_files_in_memory_is_told_as_such(
+def test_a_library_without_a_symbol_or_system_without_memfd_is_told_as_such(
     toy_library, monkeypatch
 ):
     content = toy_library[1].replace(b"GLIBC_2.3\0", b"GLIBC_9.3\0")  # as with an older glibc
