@@ -506,11 +506,9 @@ def test_caches_of_jax_may_be_cleared(events, strict):
 
 STEP = """
 import jax, jax.numpy as jnp
-
 def step(state, x):
     def loss(w):
         return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
-
     value, grads = jax.value_and_grad(loss)(state)
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 """
@@ -522,10 +520,8 @@ from jax import monitoring
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from mesh_step import step
 from prejit.runtime import UsageError, jit
-
 compiles = []
 monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiles.append(event))
-
 grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "columns"))
 split = lambda array, *axes: jax.device_put(array, NamedSharding(grid, P(*axes)))
 random = np.random.default_rng(0)

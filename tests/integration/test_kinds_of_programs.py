@@ -358,7 +358,6 @@ def test_another_process_finds_equal_values_and_functions(static_bundle, state_b
 import json, sys
 sys.path[:0] = {sys.path!r}
 from {__name__} import STATE, STATIC, X, jit, load, use
-
 results, loaded, bundle = {{}}, {{}}, load(sys.argv[1], on_mismatch="error")
 for name, (c, _) in STATIC.items():
     function = jit(use, bundle=bundle, name=name, static_argnames="c", on_miss="error")
@@ -379,11 +378,8 @@ HELD = """
 def make(rate):
     def step(x):
         return x * rate
-
     return step
-
 step, other = make(0.5), make(0.25)
-
 def scaled(x, k=2.0, *, mode="double"):
     return x * k if mode == "double" else x
 """
@@ -645,22 +641,17 @@ sys.path[:0] = {path!r}
 import jax, jax.numpy as jnp
 from {name} import AUTO, AXES, build, jit, program, split_options, split_state, split_step, twice
 from prejit.runtime.errors import BuildError
-
 warnings.simplefilter("ignore")
 X = jnp.arange(16.0).reshape(4, 4)
 report = {{}}
 auto = jax.make_mesh((2, 1, 2), AXES, axis_types=AUTO)
 options = split_options(auto)
-
-
 def compare(case, given, state, x):
     function, plain = jit(split_step, bundle=sys.argv[1], **given), jax.jit(split_step, **given)
     found, expected = function(split_state(), x), plain(state, x)
     found, expected = function(*found[:1], x), plain(*expected[:1], x)
     same = jax.tree.map(lambda a, b: a.sharding == b.sharding and (a == b).all().item(), found, expected)
     report[case] = [*function.stats().loaded], [*function.stats().compiled], all(jax.tree.leaves(same))
-
-
 compare("as built", options, split_state(), X)
 state, rows = options["in_shardings"]
 compare("other results", options | {{"out_shardings": (state, *[state["step"]] * 2)}}, split_state(), X)
@@ -673,12 +664,8 @@ with jax.set_mesh(explicit):
     compare("set mesh", donated, split_state(), X)
 typed = jax.device_put(X, jax.sharding.NamedSharding(explicit, rows.spec))
 compare("explicit", donated, split_state(), typed)
-
-
 def constrained(x):
     return jax.lax.with_sharding_constraint(x * 2, rows)
-
-
 for function in (constrained, jax.pmap(twice)):
     try:
         build(program(function, X), sys.argv[2], cache=sys.argv[3], quiet=True)

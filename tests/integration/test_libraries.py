@@ -51,18 +51,14 @@ MODULE = """
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 def scaled(x):
     call = jax.ffi.ffi_call("scale", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return jnp.tanh(call(x, factor=np.float32(2.5)))
-
 def in_a_loop(x):
     call = jax.ffi.ffi_call("negate", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return jax.lax.fori_loop(0, 3, lambda _, value: call(value) + 1, x)
-
 def anywhere(x):
     return jax.lax.platform_dependent(x, cpu=scaled, default=lambda x: jnp.tanh(x * 2.5))
-
 def unknown(x):
     return jax.ffi.ffi_call("nobody", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 """

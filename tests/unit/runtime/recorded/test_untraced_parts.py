@@ -141,7 +141,6 @@ import logging, os, random, sys, threading
 import jax, numpy as np, scipy.stats
 from absl import flags
 from prejit.runtime.recorded.hook.plain_texts import text_of
-
 if len(sys.argv) > 1:  # as the hook of prejit does
     os.environ["PREJIT_HOOK"] = "orders"
     logging.getLogger("jax._src.cache_key").setLevel(logging.DEBUG)
