@@ -112,7 +112,7 @@ def first_trained():
 
 
 @pytest.fixture(scope="module")
-def bundle_path(tmp_path_factory, build_cache):
+def bundle_path(build_programs):
     x = jnp.ones((3, 4))
     programs = [
         program(score, jnp.ones(8)),
@@ -136,8 +136,7 @@ def bundle_path(tmp_path_factory, build_cache):
         ),
         Program("weighted", fn=linear, args={"x": "float32[3,4]"}, params=np.ones((4, 2), "f")),
     ]
-    output = tmp_path_factory.mktemp("jit")
-    return build(programs, output, name="jit", cache=build_cache, quiet=True).path
+    return build_programs(programs, "jit")
 
 
 @pytest.fixture

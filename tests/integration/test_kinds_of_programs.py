@@ -151,17 +151,8 @@ STATIC = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory, build_cache):
-    def built(programs):
-        output = tmp_path_factory.mktemp("built")
-        return build(programs, output, name="built", cache=build_cache, quiet=True).path
-
-    return built
-
-
-@pytest.fixture(scope="module")
-def static_bundle(built):
-    return built(
+def static_bundle(build_programs):
+    return build_programs(
         program(jit(use, bundle="none", name=name, static_argnames="c"), X, c)
         for name, (c, _) in STATIC.items()
     )
@@ -187,14 +178,14 @@ def test_a_static_value_of_any_kind_chooses_its_program(loaded, name):
 
 
 @pytest.mark.filterwarnings(IGNORED)
-def test_a_function_is_compared_with_what_it_closes_over_by_now(built):
+def test_a_function_is_compared_with_what_it_closes_over_by_now(build_programs):
     def closed(factor):
         held = [factor]
         return held, lambda v: v * held[0]
 
     example, (held, function) = closed(2.0)[1], closed(2.0)
     made = Program("use", use, ["float32[{n}]"], {"n": (2, 4)}, static={"c": [example]})
-    ours = jit(use, bundle=built([made]), static_argnames="c")
+    ours = jit(use, bundle=build_programs([made]), static_argnames="c")
     plain = jax.jit(use, static_argnames="c")
     for changed, x in ((2.0, jnp.ones(2)), (3.0, jnp.ones(2)), (3.0, jnp.ones(4))):
         held[0] = changed
@@ -203,9 +194,9 @@ def test_a_function_is_compared_with_what_it_closes_over_by_now(built):
 
 
 @pytest.mark.filterwarnings(IGNORED)
-def test_a_method_whose_object_is_static(built):
+def test_a_method_whose_object_is_static(build_programs):
     example = jax.jit(ByIdentity.scaled, static_argnums=0)
-    path = built([program(example, ByIdentity(3), X)])
+    path = build_programs([program(example, ByIdentity(3), X)])
     for k, loaded in ((3, 1), (4, 0)):
         function = jit(ByIdentity.scaled, bundle=path, static_argnums=0, name="scaled")
         np.testing.assert_array_equal(function(ByIdentity(k), X), X * k)
@@ -336,8 +327,8 @@ def twice_called(x, function):
 
 
 @pytest.fixture(scope="module")
-def state_bundle(built):
-    return built(Program(name, make(2.0), [X]) for name, (make, _) in STATE.items())
+def state_bundle(build_programs):
+    return build_programs(Program(name, make(2.0), [X]) for name, (make, _) in STATE.items())
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -441,11 +432,11 @@ def test_what_no_process_can_compare_is_said_at_the_build(tmp_path, build_cache,
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_state_that_changes_counts_for_the_next_signature(built, is_kept, monkeypatch):
+def test_state_that_changes_counts_for_the_next_signature(build_programs, is_kept, monkeypatch):
     if not is_kept:  # a jax without its private parts
         monkeypatch.setattr(_jit_dispatch.Dispatch, "of", lambda jitted: None)
     scale = Scale(2.0)
-    path = built([Program("scale", scale, ["float32[{n}]"], {"n": (2, 4)})])
+    path = build_programs([Program("scale", scale, ["float32[{n}]"], {"n": (2, 4)})])
     function, plain = jit(scale, bundle=path, name="scale"), jax.jit(scale)
     for k, n, reason in ((2.0, 2, ""), (3.0, 2, ""), (3.0, 4, "object")):
         scale.k = k
@@ -539,8 +530,8 @@ REGISTERED = {
 
 
 @pytest.fixture(scope="module")
-def registered_bundle(built):
-    return built(program(function, make(), X) for function, make in REGISTERED.values())
+def registered_bundle(build_programs):
+    return build_programs(program(function, make(), X) for function, make in REGISTERED.values())
 
 
 @pytest.mark.thorough
@@ -595,9 +586,11 @@ CLASSES = {
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings(IGNORED)
-def test_values_that_look_alike_but_are_of_other_classes(built):
+def test_values_that_look_alike_but_are_of_other_classes(build_programs):
     names = sorted(CLASSES.keys() - {"enum-key"})
-    bundle = load(built(program(jit(by_class, bundle="none", name=n), CLASSES[n]()) for n in names))
+    bundle = load(
+        build_programs(program(jit(by_class, bundle="none", name=n), CLASSES[n]()) for n in names)
+    )
     for name, (given, make) in itertools.product(names, CLASSES.items()):
         # Of one function jax keeps a trace for keys that are equal, whatever their classes are.
         function = jit(functools.partial(by_class), bundle=bundle, name=name)
