@@ -267,7 +267,7 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path
         "unchanged": {"x": "float32[{batch}]"},
         "by_global": {"x": "float32[3]"},  # the call after SIGN changed is none of it
     }
-    why = "at changed.py:36: imported anew, it compiles to another"
+    why = "at changed.py:25: imported anew, it compiles to another"
     for name in ("by_global", "by_entry", "by_variable"):
         assert f"left out jit_{name} {why}" in said
 
