@@ -325,9 +325,8 @@ def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_pa
     assert main(["inspect", str(path)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     at = lines.index(next(line for line in lines if line.startswith("train state State(params=")))
-    assert lines[at + 1 : at + 4] == [
-        *("x float32[2, 8]", "y float32[2, 4]", 'mode "tanh" or "linear"')
-    ]
+    told = ["x float32[2, 8]", "y float32[2, 4]", 'mode "tanh" or "linear"']
+    assert lines[at + 1 : at + 4] == told
     state = "State(params={'b': float32[4], 'w': float32[8, 4]}, optimizer=("
     assert lines[at + 4].startswith(f"-> ({state}")
     assert {"rows x float32[batch, 3]", "normal 0 random key"} <= {*lines}

@@ -188,9 +188,7 @@ def test_packed_sentences_are_what_they_are_alone_and_padded(packed, module):
             some = [b for b in encoder.buckets if (b.length in only if b.sentences else 0 in only)]
             fitting = ([b for b in some if b.length >= len(each)] for each in ids)
             least = [min(each, key=lambda b: b.length) for each in fitting]
-            rows = [
-                run_rows(encoder, *each) for each in zip(least, ([i] for i in ids), strict=True)
-            ]
+            rows = [run_rows(encoder, *row) for row in zip(least, ([i] for i in ids), strict=True)]
             results.append(np.concatenate(rows))
         [grouped] = (b for b in encoder.buckets if b.batch == 16)  # layers take 8 rows at a time
         results.append(run_rows(encoder, grouped, ids))

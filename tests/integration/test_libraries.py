@@ -336,6 +336,7 @@ def test_tables_that_contradict_themselves_are_rejected(built):
         return {"programs": (replace(first, calls=calls), second)}
 
     other = replace(library, digest="sha256:" + "f" * 64)
+    on_cuda = replace(config.requirement, platform="cuda")
     silent = tuple(replace(each, calls=None) for each in config.programs)
     for complaint, changes in (
         ("expected libraries with the handlers", {"libraries": None}),
@@ -347,10 +348,7 @@ def test_tables_that_contradict_themselves_are_rejected(built):
         ("expected each handler once", {"libraries": (library, other)}),
         ("expected names of handlers", {"libraries": (replace(library, handlers={"a b": "c"}),)}),
         ("expected digests", {"libraries": (replace(library, digest="../lib"),)}),
-        (
-            "expected libraries for cpu",
-            {"requirement": replace(config.requirement, platform="cuda")},
-        ),
+        ("expected libraries for cpu", {"requirement": on_cuda}),
     ):
         forged = replace(config, **changes)
         with pytest.raises(RejectError) as caught:
@@ -398,11 +396,7 @@ def test_a_library_of_no_use_is_told_with_its_place_and_fix(
     once = [Library(str(good), {"scale": "ScaleHandler"})]
     typo = [Library(str(good), {"scale": "Scale"})]
     for manifest, complaint, fix in (
-        (
-            of(project, script),
-            r"library\[0\].path: .*script.so: expected a shared .*not an ELF",
-            "",
-        ),
+        (of(project, script), r"library\[0\].path: .*script.so: expected a sh.*not an ELF", ""),
         (of(project, static), "no shared library", "-shared"),
         (of(project, sparc), "expected a library for x86_64 or aarch64", "compile it for"),
         (of(project, arm), "is for aarch64: expected a CPU target.*found cpu-host", "add a target"),

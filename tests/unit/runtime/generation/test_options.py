@@ -28,9 +28,7 @@ SAID["begin_suppress_tokens"] = [10**6]
 
 def test_options_are_typed_published_flags_and_checked():
     assert Options.__annotations__.keys() == OPTIONS.keys()
-    defined = {
-        field.name: str(field.type) for kind in (Sampling, Request) for field in fields(kind)
-    }
+    defined = {f.name: str(f.type) for kind in (Sampling, Request) for f in fields(kind)}
     for name in OPTIONS.keys() - {"stop"}:  # text, which no request has
         assert defined[name].startswith(Options.__annotations__[name].__forward_arg__), name
     names = {field.name for field in fields(Defaults)} - {"do_sample", "suppress_tokens"}

@@ -35,9 +35,7 @@ def fleet(tmp_path):
 
 
 def content(path):
-    return {
-        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
-    }
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
 
 @pytest.mark.parametrize("has_referrers", [True, False])
