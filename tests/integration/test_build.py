@@ -182,9 +182,7 @@ def noop(python, build_cache, directory, manifest):
 
 
 @pytest.mark.thorough
-def test_a_build_that_changes_nothing_imports_no_jax_and_no_code(
-    run, python, build_cache, tmp_path
-):
+def test_a_build_that_changes_nothing_imports_no_jax_or_code(run, python, build_cache, tmp_path):
     functions_manifest(tmp_path / "functions.toml", FUNCTIONS)
     one = "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
     (tmp_path / "one.py").write_text(one)

@@ -377,9 +377,7 @@ def test_another_reader_and_the_command_line_read_it(built, capsys):
 # What a build refuses
 
 
-def test_a_library_of_no_use_is_told_with_its_place_and_fix(
-    project, compiled, build_cache, tmp_path
-):
+def test_a_useless_library_is_told_with_its_place_and_fix(project, compiled, build_cache, tmp_path):
     good, store = compiled(), DirectoryStore.open(build_cache)
     content = good.read_bytes()
 

@@ -253,9 +253,7 @@ def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, pat
 
 
 @pytest.mark.thorough
-def test_an_adapter_of_another_bundle_or_unloaded_is_refused(
-    bundle, path, directories, decoder_dir
-):
+def test_an_unloaded_or_foreign_adapter_is_refused(bundle, path, directories, decoder_dir):
     given = bundle.adapters.load("a", directories[0])
     request = bundle.request(PROMPTS[0], adapter=given, **OPTIONS)
     with load(path, on_mismatch="error") as other:

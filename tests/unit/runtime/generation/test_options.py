@@ -118,9 +118,7 @@ def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, bundle, 
         load(sampling_dir, generation_config="no")
 
 
-def test_the_first_token_is_none_suppressed_there(
-    bundle, make_decoder, decoder_dir, tmp_path, said
-):
+def test_a_first_token_is_none_suppressed_there(bundle, make_decoder, decoder_dir, tmp_path, said):
     free = bundle.generate(PROMPT, max_new_tokens=6).token_ids
     first = free[0]
     shutil.copytree(decoder_dir.parent / "gpt2", tmp_path / "model")
