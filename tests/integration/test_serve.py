@@ -36,10 +36,7 @@ class Process:
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],
             env={**os.environ, **environment},
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            **{"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
         )
         self.errors = []
         self._reader = threading.Thread(target=self._read)
@@ -164,8 +161,7 @@ def test_a_server_from_start_to_replay_of_its_log(serve, bundle_dir, make_recipe
 
 
 def test_a_canary_that_answers_otherwise_is_dropped_alone(serve, bundle_dir, make_recipe, tmp_path):
-    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
-    path = tmp_path / "admin"
+    other, path = make_recipe(score_scale=2.0).write(tmp_path / "other"), tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "0%")
     server.wait_until_ready()
     with over(path) as admin:
@@ -255,8 +251,7 @@ def wait_until_it_listens(server):
 
 
 def test_a_server_that_compiles_is_live_and_not_ready(serve, foreign_dir):
-    server = serve(foreign_dir)
-    states = []
+    server, states = serve(foreign_dir), []
     wait_until_it_listens(server)
     while not states or states[-1] != "ready":
         found = httpx.get(f"{server.url}/health/ready", timeout=60)
