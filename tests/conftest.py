@@ -94,6 +94,19 @@ def build_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def build_programs(tmp_path_factory, build_cache):
+    """Builds a bundle of the user's programs, and returns its path: `build_programs([Program(...)])`."""
+
+    def build_programs(programs, name="built"):
+        from prejit.compiler import build
+
+        output = tmp_path_factory.mktemp(name)
+        return build(programs, output, name=name, cache=build_cache, quiet=True).path
+
+    return build_programs
+
+
+@pytest.fixture(scope="session")
 def environment_cache(tmp_path_factory):
     """Make environments of targets once for all tests, in what PREJIT_ENVIRONMENTS then names."""
     kept = os.environ.get("PREJIT_TEST_ENVIRONMENTS")

@@ -73,9 +73,7 @@ class Clients(threading.Thread):
         while not self._ends.is_set():
             began = time.monotonic()
             answer = await client.exchange_within(request, LIMIT_SECONDS, "GET")
-            await self._check(
-                answer, lambda answer: answer.body.index(b"vllm:num_requests_running")
-            )
+            await self._check(answer, lambda found: found.body.index(b"vllm:num_requests_running"))
             self.scrapes.append(time.monotonic() - began)
             await asyncio.sleep(SCRAPE_SECONDS)
 
@@ -128,9 +126,7 @@ def expected(bundle):
     with load(bundle, on_mismatch="error") as loaded:
         fingerprint = f"fp_{loaded.digest.removeprefix('sha256:')[:12]}"
         options = {"max_new_tokens": TOKENS, "temperature": 0, "stop_token_ids": ()}
-        return {
-            (prompt, loaded.generate(prompt, **options).text, fingerprint) for prompt in PROMPTS
-        }
+        return {(text, loaded.generate(text, **options).text, fingerprint) for text in PROMPTS}
 
 
 def start(server, count):

@@ -32,9 +32,7 @@ class Campaign(Findings):
         self.bundle = bundle
 
     def fail(self, part, number, problem):
-        again = (
-            f"PREJIT_DAMAGE_ONLY={number} .venv/bin/python -m pytest tests/campaigns/test_damage.py"
-        )
+        again = f"PREJIT_DAMAGE_ONLY={number} .venv/bin/pytest tests/campaigns/test_damage.py"
         super().fail(part, f"{number}: {problem}\nrepeat it: {again} -k test_{part}")
 
 

@@ -81,9 +81,7 @@ def read(bundle):
     listed = [at for at in index["manifests"] if at["digest"] in here] or index["manifests"]
     targets = [read_target(bundle, found) for found in listed]
     assert len({target.name for target in targets}) == len(targets)
-    assert {target.config["bundle"] for target in targets} == {
-        index["annotations"]["dev.prejit.name"]
-    }
+    assert {each.config["bundle"] for each in targets} == {index["annotations"]["dev.prejit.name"]}
     return targets
 
 

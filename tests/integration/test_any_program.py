@@ -15,17 +15,14 @@ from prejit.runtime.__main__ import main
 MODULE = """
 import functools
 from typing import Any, NamedTuple
-
 import equinox
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx, struct
-
 class Metrics(NamedTuple):
     loss: Any
     norm: Any
-
 @struct.dataclass
 class State:
     params: Any
@@ -33,20 +30,15 @@ class State:
     step: Any
     key: Any
     name: str = struct.field(pytree_node=False, default="adam")
-
 adam = optax.adam(1e-2)
-
 def first_state():
     params = {"w": jnp.ones((8, 4)), "b": jnp.zeros((4,))}
     return State(params, adam.init(params), jnp.int32(0), jax.random.key(0))
-
 def example(batch):
     return {"state": first_state(), "x": jnp.zeros((batch, 8)), "y": jnp.zeros((batch, 4))}
-
 def loss(params, x, y, mode):
     out = x @ params["w"] + params["b"]
     return jnp.mean(((jnp.tanh(out) if mode == "tanh" else out) - y) ** 2)
-
 def train_step(state, x, y, *, mode):
     key, noise = jax.random.split(state.key)
     x = x + 0.01 * jax.random.normal(noise, x.shape)
@@ -55,38 +47,28 @@ def train_step(state, x, y, *, mode):
     params = optax.apply_updates(state.params, updates)
     state = state.replace(params=params, optimizer=optimizer, step=state.step + 1, key=key)
     return state, Metrics(value, jnp.linalg.norm(grads["w"]))
-
 def walk(position, velocity):
     return {"velocity": velocity * 0.5, "position": position + velocity}
-
 def rows(x):
     return {"double": x * 2, "sum": x.sum(1)}
-
 def mean(tokens, valid):
     return jnp.where(valid, tokens, 0).sum() / valid.sum()
-
 def open_rows(x, scale):
     return {"scaled": x * scale, "order": jnp.argsort(x, 0), "flat": jnp.cumsum(x.reshape(-1))}
-
 def encode(text):
     return {"latent": jnp.outer(text, text)}
-
 def denoise(latent, text):
     latent = latent * 0.9 + 0.1 * text
     return latent, latent.mean()
-
 def decode(latent):
     return jnp.tanh(latent)
-
 class Norm(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(4, 3, rngs=rngs)
         self.norm = nnx.BatchNorm(3, use_running_average=True, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
-
     def __call__(self, x):
         return self.dropout(self.norm(self.linear(x)))
-
 of_equinox = equinox.nn.MLP(4, 2, 8, 1, key=jax.random.key(1))
 of_nnx = Norm(nnx.Rngs(0))
 of_linen = linen.Dense(16)
@@ -343,9 +325,8 @@ def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_pa
     assert main(["inspect", str(path)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     at = lines.index(next(line for line in lines if line.startswith("train state State(params=")))
-    assert lines[at + 1 : at + 4] == [
-        *("x float32[2, 8]", "y float32[2, 4]", 'mode "tanh" or "linear"')
-    ]
+    told = ["x float32[2, 8]", "y float32[2, 4]", 'mode "tanh" or "linear"']
+    assert lines[at + 1 : at + 4] == told
     state = "State(params={'b': float32[4], 'w': float32[8, 4]}, optimizer=("
     assert lines[at + 4].startswith(f"-> ({state}")
     assert {"rows x float32[batch, 3]", "normal 0 random key"} <= {*lines}
@@ -384,9 +365,7 @@ BAD_FUNCTIONS = [
 ]
 
 
-def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_built(
-    run, tmp_path
-):
+def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_built(run, tmp_path):
     keeps_no_batch = "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
     (tmp_path / "users_code.py").write_text(MODULE + keeps_no_batch)
     functions = [*BAD_FUNCTIONS, ("users_code:rows", 'args = ["float32[1, 3]"]', "")]
@@ -430,18 +409,14 @@ SHARDED = """
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-
 def mlp(params, x):
     return jnp.tanh(x @ params["up"]) @ params["down"]
-
 def step(params, state, x):
     value, grads = jax.value_and_grad(lambda w: jnp.mean(mlp(w, x) ** 2))(state["w"])
     w = jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], grads)
     return {"w": w, "n": state["n"] + 1}, value
-
 def total(x):
     return jax.shard_map(lambda part: jax.lax.psum(part.sum(), "data"), in_specs=P("data"), out_specs=P())(x)
-
 def turned(state):
     return state + 1
 """
@@ -525,7 +500,6 @@ OPEN = """
 import sys, warnings
 import numpy as np
 from prejit.runtime import fallback_counts, load
-
 bundle = load(sys.argv[1])
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

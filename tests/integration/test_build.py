@@ -61,9 +61,7 @@ def arguments(project, output):
     return ["build", *map(str, (project / "tiny.toml", *at))]
 
 
-def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
-    run, built_project, tmp_path
-):
+def test_a_build_compiles_what_a_change_touches_in_any_directory(run, built_project, tmp_path):
     project, digest = built_project, load(built_project / "out" / "tiny").digest
     if find_spec("cryptography") is not None:  # it comes with the extra trust
         from tests.signers import signer
@@ -184,9 +182,7 @@ def noop(python, build_cache, directory, manifest):
 
 
 @pytest.mark.thorough
-def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
-    run, python, build_cache, tmp_path
-):
+def test_a_build_that_changes_nothing_imports_no_jax_or_code(run, python, build_cache, tmp_path):
     functions_manifest(tmp_path / "functions.toml", FUNCTIONS)
     one = "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
     (tmp_path / "one.py").write_text(one)
@@ -276,9 +272,7 @@ def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_langu
 
 
 @pytest.mark.thorough
-def test_kernels_are_the_same_bytes_with_the_forms_of_the_bundle(
-    build_cache, tmp_path, monkeypatch
-):
+def test_kernels_are_the_same_bytes_with_forms_of_the_bundle(build_cache, tmp_path, monkeypatch):
     """All kernels are compiled twice here, without optimization, which is faster."""
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     flags = tuple("-O0" if each == "-O3" else each for each in library._COMPILE_FLAGS)

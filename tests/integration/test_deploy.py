@@ -493,10 +493,8 @@ def test_the_script_names_what_is_missing():
 
     assert "MANIFEST: expected the path of a manifest" in run("candidate")
     assert "CHANNEL: expected oci://" in run("candidate", MANIFEST="a.toml")
-    without_tag = run("candidate", MANIFEST="a.toml", CHANNEL="oci://registry.example:5000/a")
-    assert (
-        "expected oci://HOST/REPOSITORY:TAG, found 'oci://registry.example:5000/a'" in without_tag
-    )
+    untagged = run("candidate", MANIFEST="a.toml", CHANNEL="oci://registry.example:5000/a")
+    assert "expected oci://HOST/REPOSITORY:TAG, found 'oci://registry.example:5000/a'" in untagged
     wrong = run("deploy", MANIFEST="a.toml", CHANNEL="oci://registry.example/a:prod")
     assert "expected first, candidate, rollout or back, found 'deploy'" in wrong
 
@@ -591,15 +589,11 @@ def by_command(*arguments):
 
 
 def state_of(job):
-    return by_command(
-        "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"
-    ).strip()
+    return by_command("squeue", "--noheader", "--states=all", f"--jobs={job}", "-o%T").strip()
 
 
 @pytest.mark.thorough
-def test_a_job_serves_until_the_signal_before_its_end(
-    slurm, bundle_dir, tmp_path, monkeypatch, programs
-):
+def test_a_job_serves_until_a_signal_ends_it(slurm, bundle_dir, tmp_path, monkeypatch, programs):
     port = free_port()
     monkeypatch.setenv("PATH", str(programs), prepend=":")
     monkeypatch.setenv("BUNDLE", str(bundle_dir))

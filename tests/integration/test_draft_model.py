@@ -187,9 +187,8 @@ def test_drafts_of_a_model_as_slow_as_the_model_are_given_up(bundle, monkeypatch
     monkeypatch.setattr(decode, "CALL_SECONDS", 1e-9)
     for _ in range(6):
         same(bundle, [1, 2, 3], max_new_tokens=60)
-    assert (
-        bundle.generate([1, 2, 3], max_new_tokens=60, stop_token_ids=()).stats.drafted_tokens < 60
-    )
+    stats = bundle.generate([1, 2, 3], max_new_tokens=60, stop_token_ids=()).stats
+    assert stats.drafted_tokens < 60
 
 
 def test_memory_counts_the_caches_of_the_draft_model(bundle):

@@ -188,9 +188,7 @@ def test_packed_sentences_are_what_they_are_alone_and_padded(packed, module):
             some = [b for b in encoder.buckets if (b.length in only if b.sentences else 0 in only)]
             fitting = ([b for b in some if b.length >= len(each)] for each in ids)
             least = [min(each, key=lambda b: b.length) for each in fitting]
-            rows = [
-                run_rows(encoder, *each) for each in zip(least, ([i] for i in ids), strict=True)
-            ]
+            rows = [run_rows(encoder, *row) for row in zip(least, ([i] for i in ids), strict=True)]
             results.append(np.concatenate(rows))
         [grouped] = (b for b in encoder.buckets if b.batch == 16)  # layers take 8 rows at a time
         results.append(run_rows(encoder, grouped, ids))
@@ -262,9 +260,7 @@ def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle):
     np.testing.assert_array_equal(bundle.encode(calls[0]), lone.embeddings)
 
 
-def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
-    run, python, built, bundle
-):
+def test_a_fresh_process_compiles_nothing_and_may_end_while_loading(run, python, built, bundle):
     done = run("encode", built, "a b c", "", "--on-mismatch", "error", "--json")
     told = json.loads(done.stdout)
     assert np.abs(np.array(told["embeddings"]) - bundle.encode(["a b c", ""])).max() <= 1e-5
@@ -278,9 +274,7 @@ def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
     python("import sys; from prejit.runtime import load; load(sys.argv[1])", built)
 
 
-def test_another_machine_compiles_what_it_needs_and_gives_the_same(
-    built, bundle, tmp_path, monkeypatch
-):
+def test_another_machine_compiles_what_it_needs_alike(built, bundle, tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
     other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
     with pytest.warns(FallbackWarning):

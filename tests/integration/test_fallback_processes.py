@@ -121,9 +121,7 @@ def test_a_larger_context_or_batch_that_is_ready_serves(served, ids):
 
 
 @pytest.mark.thorough
-def test_tokens_are_those_of_the_bundles_own_programs_in_every_state_of_the_compiling(
-    served, decoder_dir, ids
-):
+def test_tokens_are_those_of_the_bundles_own_programs_while_it_compiles(served, decoder_dir, ids):
     """Without pauses, so that requests meet whatever is ready by then."""
     bundle, _ = served
     own = load(decoder_dir, on_mismatch="error")

@@ -177,9 +177,7 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet):
             assert compare(level, needs, machine).matches
 
 
-def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
-    fleet, environment_cache, tmp_path
-):
+def test_each_version_of_jax_and_every_level_gives_the_tokens(fleet, environment_cache, tmp_path):
     python = python_with(NEW, environment_cache)
     said = {jax: generate(python_with(jax, environment_cache), fleet) for jax in (OLD, NEW)}
     # A target that uses the same extensions as cpu-host is as good: either may be chosen.

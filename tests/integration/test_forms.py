@@ -93,9 +93,7 @@ def test_a_table_decides_what_is_compiled(run, measured, tmp_path):
     forms = inspected(run, tmp_path / "out" / "model")
     assert {each["form"] for each in forms.values()} == {"dot"}
     assert linear_calls(tmp_path / "out" / "model")["decode/b1-c32"] == 0
-    in_decode = [
-        each["form"] for name, each in inspected(run, measured.path).items() if " 1 x " in name
-    ]
+    in_decode = [x["form"] for name, x in inspected(run, measured.path).items() if " 1 x " in name]
     assert (linear_calls(measured.path)["decode/b1-c32"] > 0) == ("kernel" in in_decode)
 
 

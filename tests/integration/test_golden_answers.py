@@ -63,7 +63,7 @@ def test_the_portable_programs_give_another_answer(checked, no_warnings_of_fallb
 
 
 @pytest.mark.parametrize("without", cases(["h.1.attn.c_proj.bias"], others=["ln_f.bias"]))
-def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
+def test_a_model_without_some_parts_gives_golden_answers(
     without, model, built, tmp_path, make_decoder
 ):
     from safetensors.numpy import load_file, save_file

@@ -112,7 +112,7 @@ def first_trained():
 
 
 @pytest.fixture(scope="module")
-def bundle_path(tmp_path_factory, build_cache):
+def bundle_path(build_programs):
     x = jnp.ones((3, 4))
     programs = [
         program(score, jnp.ones(8)),
@@ -136,8 +136,7 @@ def bundle_path(tmp_path_factory, build_cache):
         ),
         Program("weighted", fn=linear, args={"x": "float32[3,4]"}, params=np.ones((4, 2), "f")),
     ]
-    output = tmp_path_factory.mktemp("jit")
-    return build(programs, output, name="jit", cache=build_cache, quiet=True).path
+    return build_programs(programs, "jit")
 
 
 @pytest.fixture
@@ -506,11 +505,9 @@ def test_caches_of_jax_may_be_cleared(events, strict):
 
 STEP = """
 import jax, jax.numpy as jnp
-
 def step(state, x):
     def loss(w):
         return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
-
     value, grads = jax.value_and_grad(loss)(state)
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 """
@@ -522,10 +519,8 @@ from jax import monitoring
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from mesh_step import step
 from prejit.runtime import UsageError, jit
-
 compiles = []
 monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiles.append(event))
-
 grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "columns"))
 split = lambda array, *axes: jax.device_put(array, NamedSharding(grid, P(*axes)))
 random = np.random.default_rng(0)
@@ -559,9 +554,7 @@ print(json.dumps({
 
 
 @pytest.mark.thorough
-def test_a_program_on_a_mesh_takes_arrays_that_are_split_as_it_wants(
-    tmp_path, build_cache, python, monkeypatch
-):
+def test_a_program_on_a_mesh_takes_arrays_split_for_it(tmp_path, build_cache, python, monkeypatch):
     (tmp_path / "mesh_step.py").write_text(STEP)
     monkeypatch.syspath_prepend(tmp_path)
     from mesh_step import step

@@ -38,10 +38,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import chosen, steps
 from prejit.runtime import jit
-
 def own(x):
     return x - 1
-
 def called():
     found = {}
     for name, function in {"step": steps.step, "activated": chosen.activated, "own": own}.items():
@@ -51,7 +49,6 @@ def called():
         except UserWarning as warning:
             found[name] = str(warning)
     return found
-
 if __name__ == "__main__":
     warnings.simplefilter("error")
     print(json.dumps(called()))
@@ -151,15 +148,12 @@ from collections import deque
 from types import SimpleNamespace
 import copied, hidden, jax.numpy as jnp, lib, rates
 from prejit.runtime import jit
-
 @dataclass(frozen=True)
 class Net:
     def __call__(self, x):
         return x - 1
-
 def computed(x):
     return importlib.import_module("comp" + "uted").shift(x) * importlib.import_module("named").RATE
-
 functions = {
     "composed": lib.compose(lib.compose(hidden.square, lib.half), lib.half),
     "apply": lib.apply,

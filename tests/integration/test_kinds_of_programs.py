@@ -9,7 +9,6 @@ import json
 import sys
 import threading
 import types
-import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -34,6 +33,7 @@ from prejit.runtime.format.checks.call_programs import check_static
 from prejit.runtime.format.constants import encode, same
 
 X = jnp.arange(4.0)
+IGNORED = "ignore::prejit.runtime.errors.FallbackWarning"
 
 
 class Color(enum.Enum):
@@ -57,10 +57,12 @@ class Pair(NamedTuple):
     second: float
 
 
-class ByIdentity:
+class Held:
     def __init__(self, k):
         self.k = k
 
+
+class ByIdentity(Held):
     def scaled(self, x):
         return x * self.k
 
@@ -149,13 +151,11 @@ STATIC = {
 
 
 @pytest.fixture(scope="module")
-def static_bundle(tmp_path_factory, build_cache):
-    programs = [
+def static_bundle(build_programs):
+    return build_programs(
         program(jit(use, bundle="none", name=name, static_argnames="c"), X, c)
         for name, (c, _) in STATIC.items()
-    ]
-    output = tmp_path_factory.mktemp("static")
-    return build(programs, output, name="static", cache=build_cache, quiet=True).path
+    )
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +165,11 @@ def loaded(static_bundle):
 
 @pytest.mark.parametrize("name", STATIC)
 def test_a_static_value_of_any_kind_chooses_its_program(loaded, name):
-    built, other = STATIC[name]
+    same, other = STATIC[name]
     function = jit(use, bundle=loaded, name=name, static_argnames="c")
     plain = jax.jit(use, static_argnames="c")
-    np.testing.assert_array_equal(function(X, built), plain(X, built))
-    np.testing.assert_array_equal(loaded.call(name, X, c=built), plain(X, built))
+    np.testing.assert_array_equal(function(X, same), plain(X, same))
+    np.testing.assert_array_equal(loaded.call(name, X, c=same), plain(X, same))
     (found,) = function.stats().loaded
     assert found.startswith(f"{name}/c=")
     with pytest.warns(FallbackWarning, match=f"{name}/c=.*: c: expected .*, found "):
@@ -177,43 +177,33 @@ def test_a_static_value_of_any_kind_chooses_its_program(loaded, name):
     assert function.stats().loaded == (found,)
 
 
-def test_a_function_is_compared_with_what_it_closes_over_by_now(tmp_path, build_cache):
+@pytest.mark.filterwarnings(IGNORED)
+def test_a_function_is_compared_with_what_it_closes_over_by_now(build_programs):
     def closed(factor):
         held = [factor]
         return held, lambda v: v * held[0]
 
     example, (held, function) = closed(2.0)[1], closed(2.0)
     made = Program("use", use, ["float32[{n}]"], {"n": (2, 4)}, static={"c": [example]})
-    path = build(made, tmp_path, cache=build_cache, quiet=True).path
-    ours, plain = (
-        make(use, static_argnames="c") for make in (functools.partial(jit, bundle=path), jax.jit)
-    )
+    ours = jit(use, bundle=build_programs([made]), static_argnames="c")
+    plain = jax.jit(use, static_argnames="c")
     for changed, x in ((2.0, jnp.ones(2)), (3.0, jnp.ones(2)), (3.0, jnp.ones(4))):
         held[0] = changed
-        expected = plain(x, function)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            np.testing.assert_array_equal(ours(x, function), expected)
+        np.testing.assert_array_equal(ours(x, function), plain(x, function))
     assert ours.stats().loaded == ("use/n2-c=0",)
 
 
-def test_a_method_whose_object_is_static(tmp_path, build_cache):
-    def bundled(k):
-        function = jit(ByIdentity.scaled, bundle=path, static_argnums=0, name="scaled")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            return function(ByIdentity(k), X).tolist(), len(function.stats().loaded)
-
+@pytest.mark.filterwarnings(IGNORED)
+def test_a_method_whose_object_is_static(build_programs):
     example = jax.jit(ByIdentity.scaled, static_argnums=0)
-    path = build(program(example, ByIdentity(3), X), tmp_path, cache=build_cache, quiet=True).path
-    assert bundled(3) == ((X * 3).tolist(), 1)
-    assert bundled(4) == ((X * 4).tolist(), 0)
+    path = build_programs([program(example, ByIdentity(3), X)])
+    for k, loaded in ((3, 1), (4, 0)):
+        function = jit(ByIdentity.scaled, bundle=path, static_argnums=0, name="scaled")
+        np.testing.assert_array_equal(function(ByIdentity(k), X), X * k)
+        assert len(function.stats().loaded) == loaded
 
 
-class Scale:
-    def __init__(self, k):
-        self.k = k
-
+class Scale(Held):
     def __call__(self, x):
         return x * self.k
 
@@ -234,36 +224,6 @@ def closed_over(held, use=lambda x, held: x * held):
         return use(x, held)
 
     return closed
-
-
-def with_default(k):
-    def scaled(x, k=k):
-        return x * k
-
-    return scaled
-
-
-def with_keyword_default(k):
-    def scaled(x, *, k=k):
-        return x * k
-
-    return scaled
-
-
-def drawn(x, key):
-    return x + jax.random.normal(key)
-
-
-def nnx_sum(k):
-    return closed_over(Net(int(k)), lambda x, net: net.linear(x).sum())
-
-
-def with_own_keywords(k):
-    @functools.wraps(twice)
-    def wrapper(*args, k=k):
-        return twice(*args) * k
-
-    return wrapper
 
 
 class Lowerable(Scale):
@@ -292,12 +252,21 @@ STATE = {
     "closure": (closed_over, "closure held: expected 2.0, found 3.0"),
     "array": (lambda k: closed_over(jnp.full(4, k)), "closure held: expected jax"),
     "host": (lambda k: closed_over(np.full(8, k)[::-2]), "closure held: expected numpy:ndarray"),
-    "key": (lambda k: closed_over(jax.random.key(int(k)), drawn), "closure held: expected jax"),
+    "key": (
+        lambda k: closed_over(jax.random.key(int(k)), lambda x, key: x + jax.random.normal(key)),
+        "closure held: expected jax",
+    ),
     "nested": (lambda k: closed_over(None, lambda x, _: closed_over(k)(x)), "closure use"),
-    "nnx": (nnx_sum, "closure held: expected .*:Net"),
-    "default": (with_default, "default k: expected 2.0, found 3.0"),
-    "keyword": (with_keyword_default, "default k: expected 2.0, found 3.0"),
-    "wrapper": (with_own_keywords, "keywords: expected {'k': 2.0}, found {'k': 3.0}"),
+    "nnx": (
+        lambda k: closed_over(Net(int(k)), lambda x, net: net.linear(x).sum()),
+        "closure held: expected .*:Net",
+    ),
+    "default": (lambda k: lambda x, k=k: x * k, "default k: expected 2.0, found 3.0"),
+    "keyword": (lambda k: lambda x, *, k=k: x * k, "default k: expected 2.0, found 3.0"),
+    "wrapper": (
+        lambda k: functools.wraps(twice)(lambda *args, k=k: twice(*args) * k),
+        "keywords: expected {'k': 2.0}, found {'k': 3.0}",
+    ),
     "method": (lambda k: ByIdentity(k).scaled, "self: expected .*:ByIdentity"),
     "trainer": (lambda k: Trainer(k).jitted, "self: expected .*:Trainer"),
     "partial": (lambda k: functools.partial(use, c=k), "default c: expected 2.0, found 3.0"),
@@ -324,10 +293,7 @@ STATE = {
 """How to make a function that holds a number, and why one that holds 3 is refused the program of 2."""
 
 
-class Lazily:
-    def __init__(self, k):
-        self.k = k
-
+class Lazily(Held):
     @functools.cached_property
     def factor(self):
         return [self.k, self.k]
@@ -361,10 +327,8 @@ def twice_called(x, function):
 
 
 @pytest.fixture(scope="module")
-def state_bundle(tmp_path_factory, build_cache):
-    programs = [Program(name, make(2.0), [X]) for name, (make, _) in STATE.items()]
-    output = tmp_path_factory.mktemp("state")
-    return build(programs, output, name="state", cache=build_cache, quiet=True).path
+def state_bundle(build_programs):
+    return build_programs(Program(name, make(2.0), [X]) for name, (make, _) in STATE.items())
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -380,14 +344,11 @@ def test_a_program_is_for_a_function_that_holds_the_same(state_bundle, name):
 
 
 @pytest.mark.thorough
-def test_another_process_finds_equal_static_values_and_functions(
-    static_bundle, state_bundle, run_python
-):
+def test_another_process_finds_equal_values_and_functions(static_bundle, state_bundle, run_python):
     code = f"""
 import json, sys
 sys.path[:0] = {sys.path!r}
 from {__name__} import STATE, STATIC, X, jit, load, use
-
 results, loaded, bundle = {{}}, {{}}, load(sys.argv[1], on_mismatch="error")
 for name, (c, _) in STATIC.items():
     function = jit(use, bundle=bundle, name=name, static_argnames="c", on_miss="error")
@@ -408,11 +369,8 @@ HELD = """
 def make(rate):
     def step(x):
         return x * rate
-
     return step
-
 step, other = make(0.5), make(0.25)
-
 def scaled(x, k=2.0, *, mode="double"):
     return x * k if mode == "double" else x
 """
@@ -429,9 +387,7 @@ def test_a_function_that_the_manifest_names_holds_what_it_held(tmp_path, build_c
     again = build(manifest, tmp_path / "again", cache=build_cache, quiet=True)  # of a stored trace
     assert again.digest == bundle.digest
     source = {"module held": json.dumps(digest_of(HELD.encode()))}
-    step, scaled = (
-        HELD[: HELD.index(f"def {name}")].count("\n") + 1 for name in ("step", "scaled")
-    )
+    step, scaled = (HELD[: HELD.index(f"def {it}")].count("\n") + 1 for it in ("step", "scaled"))
     assert [each.state for each in bundle.config.programs] == [
         {
             "closure rate": '["float","0x1.0000000000000p-1"]',
@@ -476,14 +432,11 @@ def test_what_no_process_can_compare_is_said_at_the_build(tmp_path, build_cache,
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_state_that_changes_counts_for_the_next_signature(
-    tmp_path, build_cache, is_kept, monkeypatch
-):
+def test_state_that_changes_counts_for_the_next_signature(build_programs, is_kept, monkeypatch):
     if not is_kept:  # a jax without its private parts
         monkeypatch.setattr(_jit_dispatch.Dispatch, "of", lambda jitted: None)
     scale = Scale(2.0)
-    made = Program("scale", scale, ["float32[{n}]"], {"n": (2, 4)})
-    path = build(made, tmp_path, cache=build_cache, quiet=True).path
+    path = build_programs([Program("scale", scale, ["float32[{n}]"], {"n": (2, 4)})])
     function, plain = jit(scale, bundle=path, name="scale"), jax.jit(scale)
     for k, n, reason in ((2.0, 2, ""), (3.0, 2, ""), (3.0, 4, "object")):
         scale.k = k
@@ -551,13 +504,11 @@ def mapping_step(mappings, x):
 
 
 def first_mappings():
-    state = nnx.State({"layer": {"w": nnx.Param(X)}, "mean": nnx.BatchStat(X)})
-    ordered = OrderedDict(b=X, a=X)
     return {
         "frozen": freeze({"a": X}),
         "default": defaultdict(int, a=X),
-        "ordered": ordered,
-        "state": state,
+        "ordered": OrderedDict(b=X, a=X),
+        "state": nnx.State({"layer": {"w": nnx.Param(X)}, "mean": nnx.BatchStat(X)}),
     }
 
 
@@ -579,10 +530,8 @@ REGISTERED = {
 
 
 @pytest.fixture(scope="module")
-def registered_bundle(tmp_path_factory, build_cache):
-    programs = [program(function, make(), X) for function, make in REGISTERED.values()]
-    output = tmp_path_factory.mktemp("registered")
-    return build(programs, output, name="registered", cache=build_cache, quiet=True).path
+def registered_bundle(build_programs):
+    return build_programs(program(function, make(), X) for function, make in REGISTERED.values())
 
 
 @pytest.mark.thorough
@@ -636,18 +585,16 @@ CLASSES = {
 
 
 @pytest.mark.thorough
-def test_values_that_look_alike_but_are_of_other_classes(tmp_path, build_cache):
-    built = CLASSES.keys() - {"enum-key"}
-    programs = [
-        program(jit(by_class, bundle="none", name=name), CLASSES[name]()) for name in sorted(built)
-    ]
-    bundle = load(build(programs, tmp_path, name="classes", cache=build_cache, quiet=True).path)
-    for name, (given, make) in itertools.product(built, CLASSES.items()):
+@pytest.mark.filterwarnings(IGNORED)
+def test_values_that_look_alike_but_are_of_other_classes(build_programs):
+    names = sorted(CLASSES.keys() - {"enum-key"})
+    bundle = load(
+        build_programs(program(jit(by_class, bundle="none", name=n), CLASSES[n]()) for n in names)
+    )
+    for name, (given, make) in itertools.product(names, CLASSES.items()):
         # Of one function jax keeps a trace for keys that are equal, whatever their classes are.
         function = jit(functools.partial(by_class), bundle=bundle, name=name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            np.testing.assert_array_equal(function(make()), by_class(make()))
+        np.testing.assert_array_equal(function(make()), by_class(make()))
         assert bool(function.stats().loaded) == (name == given and "local" not in name)
     with pytest.raises(UsageError, match="found another class of this name, such as one that a f"):
         jit(by_class, bundle=bundle, name="local", on_miss="error")(made_by(2))
@@ -687,22 +634,17 @@ sys.path[:0] = {path!r}
 import jax, jax.numpy as jnp
 from {name} import AUTO, AXES, build, jit, program, split_options, split_state, split_step, twice
 from prejit.runtime.errors import BuildError
-
 warnings.simplefilter("ignore")
 X = jnp.arange(16.0).reshape(4, 4)
 report = {{}}
 auto = jax.make_mesh((2, 1, 2), AXES, axis_types=AUTO)
 options = split_options(auto)
-
-
 def compare(case, given, state, x):
     function, plain = jit(split_step, bundle=sys.argv[1], **given), jax.jit(split_step, **given)
     found, expected = function(split_state(), x), plain(state, x)
     found, expected = function(*found[:1], x), plain(*expected[:1], x)
     same = jax.tree.map(lambda a, b: a.sharding == b.sharding and (a == b).all().item(), found, expected)
     report[case] = [*function.stats().loaded], [*function.stats().compiled], all(jax.tree.leaves(same))
-
-
 compare("as built", options, split_state(), X)
 state, rows = options["in_shardings"]
 compare("other results", options | {{"out_shardings": (state, *[state["step"]] * 2)}}, split_state(), X)
@@ -715,12 +657,8 @@ with jax.set_mesh(explicit):
     compare("set mesh", donated, split_state(), X)
 typed = jax.device_put(X, jax.sharding.NamedSharding(explicit, rows.spec))
 compare("explicit", donated, split_state(), typed)
-
-
 def constrained(x):
     return jax.lax.with_sharding_constraint(x * 2, rows)
-
-
 for function in (constrained, jax.pmap(twice)):
     try:
         build(program(function, X), sys.argv[2], cache=sys.argv[3], quiet=True)
@@ -762,38 +700,23 @@ def test_shardings_of_jit_on_a_mesh_with_any_axes(tmp_path, build_cache, python)
         assert is_same or case == "no shardings", case
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (
-            lambda: jax.jit(use, compiler_options={"xla_cpu_enable_fast_math": True}),
-            "without compiler_options",
-        ),
-        (
-            lambda: jax.jit(use, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
-            "NamedSharding",
-        ),
-        (
-            lambda: jax.jit(use, **_split((2,), jax.sharding.AxisType.Explicit)),
-            "axes are of the type Auto",
-        ),
-        (lambda: jax.jit(use, **_split((1,), AUTO[0])), "mesh of several devices"),
-        (
-            lambda: jax.jit(
-                use, **_split((2,), AUTO[0]), out_shardings=_split((4,), AUTO[0])["in_shardings"]
-            ),
-            "one mesh",
-        ),
-    ],
-)
-def test_what_jit_was_given_and_no_bundle_has_is_refused(make, expected):
-    with pytest.raises(ManifestError, match=f"program 'use': .*{expected}"):
-        program(make(), X, X)
+def split_on(size, kind=AUTO[0]):
+    mesh = jax.sharding.AbstractMesh((size,), ("tp",), axis_types=(kind,))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))
 
 
-def _split(sizes, kind):
-    mesh = jax.sharding.AbstractMesh(sizes, ("tp",), axis_types=(kind,))
-    return {"in_shardings": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))}
+def test_what_jit_was_given_and_no_bundle_has_is_refused():
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    explicit = split_on(2, jax.sharding.AxisType.Explicit)
+    for expected, options in (
+        ("without compiler_options", {"compiler_options": {"xla_cpu_enable_fast_math": True}}),
+        ("NamedSharding", {"in_shardings": single}),
+        ("axes are of the type Auto", {"in_shardings": explicit}),
+        ("mesh of several devices", {"in_shardings": split_on(1)}),
+        ("one mesh", {"in_shardings": split_on(2), "out_shardings": split_on(4)}),
+    ):
+        with pytest.raises(ManifestError, match=f"program 'use': .*{expected}"):
+            program(jax.jit(use, **options), X, X)
 
 
 def test_options_of_jit(loaded):
@@ -802,7 +725,6 @@ def test_options_of_jit(loaded):
     )
     np.testing.assert_array_equal(function(X, 0.5), X / 2)
     assert function.stats().loaded == ("float/c=0.5",)
-    with pytest.raises(
-        UsageError, match=r"in_shardings, out_shardings, .*; found compiler_options"
-    ):
+    expected = r"in_shardings, out_shardings, .*; found compiler_options"
+    with pytest.raises(UsageError, match=expected):
         jit(use, bundle=loaded, compiler_options={})

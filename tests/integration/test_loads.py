@@ -16,9 +16,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = 30
 
 
-def test_hostile_bundles_end_no_process_and_give_no_wrong_answer(
-    bundle_dir, kernel_recipe, tmp_path
-):
+def test_hostile_bundles_end_no_process_nor_answer_wrongly(bundle_dir, kernel_recipe, tmp_path):
     bundles = [bundle_dir, kernel_recipe.write(tmp_path / "kernels")]
     policy = tmp_path / "trust.toml"
     sign_all(bundles, policy)

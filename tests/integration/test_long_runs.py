@@ -34,7 +34,6 @@ def test_memory_does_not_grow_with_tokens_or_sessions(decoder_dir):
 INTERRUPTED = """
 import json, random, signal, sys, threading, time
 from prejit.runtime import Request, load
-
 # A process that a shell puts into the background ignores it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 path, text, turns = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
@@ -42,7 +41,6 @@ bundle = load(path, on_mismatch="error")
 options = {"stop_token_ids": (), "max_new_tokens": 20}
 prompts = [text[:1], text[:9], text[:30]]
 main, pick = threading.main_thread().ident, random.Random(0)
-
 def interrupted_after(seconds, work):
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
     ends = time.monotonic() + 5
@@ -55,31 +53,25 @@ def interrupted_after(seconds, work):
     finally:
         timer.join()
     return False
-
 # The first one comes while programs load, and parts of jax.
 interrupted_after(0.05, lambda: bundle.generate(prompts[1], **options))
 expected = [list(bundle.generate(prompt, **options).token_ids) for prompt in prompts]
 session, batch = bundle.session(), bundle.batch(3)
 prefix = bundle.prefix(text[:8])
-
 def generate():
     bundle.generate_batch(prompts * 2, **options)
-
 def stream():
     for _ in bundle.stream(prompts[1], prefix=prefix, **options):
         pass
-
 def talk():
     for prompt in prompts:
         for _ in session.stream(prompt, **options):
             pass
         session.generate(prompt, **options)
-
 def step():
     batch.insert(*(Request(prompt, max_new_tokens=20, stop_token_ids=()) for prompt in prompts))
     while batch.free < 3:
         batch.step()
-
 interrupted = 0
 for turn in range(turns):
     work = (generate, stream, talk, step)[turn % 4]

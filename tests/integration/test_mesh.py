@@ -35,7 +35,6 @@ GENERATE = """
 import dataclasses, json, sys, warnings
 from prejit.runtime import FallbackWarning, Fingerprint, UsageError, load
 from prejit.server import Engine
-
 prompts, count = json.loads(sys.argv[1]), int(sys.argv[2])
 here = Fingerprint.current()
 if {mismatch}:
@@ -67,14 +66,11 @@ print(json.dumps(out))
 IN_CLUSTER = """
 import sys
 import jax
-
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process, count, coordinator = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1)
 jax.distributed.initialize(coordinator, count, process)
-
 from prejit.runtime.generation import decode
-
 decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
 """
 
@@ -124,9 +120,7 @@ def test_every_mesh_gives_the_tokens_of_one_device(generated, family, mesh):
 
 
 @pytest.mark.thorough
-def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
-    python, bundles, generated, tmp_path
-):
+def test_a_mesh_falls_back_to_compiling_and_keeps_programs(python, bundles, generated, tmp_path):
     arguments = (GENERATE.format(mismatch=True), json.dumps(PROMPTS), str(NEW_TOKENS))
     for source in ("compiled", "kept"):
         settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path), "XLA_FLAGS": XLA_FLAGS}
@@ -150,11 +144,9 @@ import sys
 import numpy as np
 from prejit.runtime import load
 from prejit.runtime.device.device import Device
-
 def anonymous():
     with open("/proc/self/smaps_rollup") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous"))
-
 Device().put(np.zeros(1))  # imports what arrays are made of
 bundle = load(sys.argv[1])
 bundle.prepare()

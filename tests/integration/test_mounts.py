@@ -126,9 +126,7 @@ def ctr(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
-def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_once(
-    demo, registry, ctr, tmp_path
-):
+def test_containerd_mounts_the_image_and_unpacks_shared_weights_once(demo, registry, ctr, tmp_path):
     second = Path(shutil.copytree(demo, tmp_path / "second"))
     parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
     attach(second, subject_of(second), PARTS_MEDIA_TYPE, [parts], {})

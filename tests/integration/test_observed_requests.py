@@ -15,7 +15,7 @@ from tests.http_serving import QuietHandler, serving
 from tests.unit.runtime.test_fallback import v2_machine
 from tests.unit.server.running import running, wait_for
 
-from prejit.compiler import Program, build
+from prejit.compiler import Program
 from prejit.runtime import FallbackWarning, load
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.server.engine.engine import Engine
@@ -26,11 +26,10 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 @pytest.fixture(scope="module")
-def functions_dir(tmp_path_factory, build_cache):
+def functions_dir(build_programs):
     args = {"args": {"x": "float32[{batch}, 8]"}, "buckets": {"batch": [4]}, "pad": ["batch"]}
     doubled = Program("doubled", fn=lambda x: jnp.tanh(x) * 2, **args)
-    output = tmp_path_factory.mktemp("functions")
-    return build([doubled], output, name="functions", cache=build_cache, quiet=True).path
+    return build_programs([doubled], "functions")
 
 
 class Watched:
@@ -172,9 +171,7 @@ def test_requests_to_a_function_are_observed(functions):
 
 def test_an_embedding_that_is_no_number_is_seen(encoder, monkeypatch):
     run = EncoderPrograms._run
-    monkeypatch.setattr(
-        EncoderPrograms, "_run", lambda *given: [np.nan * each for each in run(*given)]
-    )
+    monkeypatch.setattr(EncoderPrograms, "_run", lambda *given: [np.nan * x for x in run(*given)])
     assert encoder.statuses("/v1/embeddings", {"input": "a"}) == [500]
     assert encoder.value("prejit_requests_total", kind="encode", reason="nan") == 1
     assert encoder.figures()["failed"] == 1

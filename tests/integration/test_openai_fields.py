@@ -16,8 +16,6 @@ from .test_openai_api import ADD, ONCE, USER
 from .test_openai_api import SMALLEST as FEWEST_FIELDS
 
 TEXT = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
-
-
 SMALLEST = {path: {"model": "stories", **body} for path, body in FEWEST_FIELDS.items()}
 SMALLEST["/v1/completions"] = TEXT
 

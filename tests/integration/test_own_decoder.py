@@ -212,9 +212,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("module", "context", "error"), MISTAKES)
-def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
-    tmp_path, options, module, context, error
-):
+def test_what_a_decoder_cannot_do_is_said_at_once(tmp_path, options, module, context, error):
     sizes = Generate(batch=(1,), prompt=(8,), context=(context,), cache_dtype="bfloat16")
     with pytest.raises(PrejitError) as caught:
         prejit.compiler.build(own(module(), generate=sizes), tmp_path / "out", **options)

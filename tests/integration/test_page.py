@@ -220,9 +220,7 @@ def test_the_bundle_its_programs_and_the_figures_of_its_engine_are_shown(page, b
     assert page.text("#waited") == str(sum(each.waited_for_compile for each in metrics.requests))
 
 
-def test_sentences_become_a_table_and_an_encoder_has_figures_of_its_own(
-    page, bundles, models, server
-):
+def test_sentences_become_a_table_and_an_encoder_has_own_figures(page, bundles, models, server):
     page.size(920, 900)
     page.choose("#model", "sentences")
     page.wait(lambda: page.visible("#embed"), "the form")

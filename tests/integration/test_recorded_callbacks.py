@@ -9,60 +9,47 @@ PROGRAM = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import io_callback
-
 tag, seen = sys.argv[1], []
 scalar = jax.ShapeDtypeStruct((), jnp.float32)
-
 @jax.jit
 def printing(x):
     jax.debug.print(tag + " mean {}", x.mean(), ordered=True)
     jax.debug.print("{name} of {x}", x=x, name=tag, ordered=True)
     return x + 1
-
 @jax.jit
 def unordered(x):
     jax.debug.callback(lambda v: seen.append(("unordered", tag, float(v))), x.sum())
     return x - 1
-
 @jax.jit
 def pure(x):
     return jax.pure_callback(lambda v: np.sort(v)[::-1] + ord(tag), x, x) * 2
-
 @jax.jit
 def ordered(x):
     def count(v):
         seen.append(("first", tag, float(v)))
         return np.float32(len(seen))
-
     counted = io_callback(count, scalar, x.sum(), ordered=True)
     io_callback(lambda v: seen.append(("second", tag, float(v))), None, x.max(), ordered=True)
     return x * counted
-
 @jax.jit
 def loop(x):
     def body(i, carry):
         jax.debug.callback(lambda i: seen.append((tag, int(i))), i, ordered=True)
         return carry + io_callback(lambda v: np.float32(v * 2), scalar, carry)
-
     return jax.lax.fori_loop(0, 3, body, x)
-
 @jax.jit
 def raising(x):
     def check(v):
         raise ValueError("never " + tag)
-
     return jax.lax.cond(x > 1, lambda: jax.pure_callback(check, scalar, x), lambda: x)
-
 @jax.jit
 def part(x):
     jax.debug.callback(lambda v: seen.append(("part", tag, float(v))), x)
     return x * x
-
 def adding(number):
     def same_text(x):
         return jax.pure_callback(lambda v: np.float32(v + number), scalar, x)
     return jax.jit(same_text)
-
 x = jnp.array([3.0, 1.0, 2.0])
 for _ in range(2):
     print(printing(x), unordered(x), pure(x), ordered(x), loop(x[1]), flush=True)

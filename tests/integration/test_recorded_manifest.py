@@ -15,109 +15,83 @@ pytestmark = pytest.mark.thorough
 
 IMPORTED = """
 from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
-
 class Point(NamedTuple):
     x: Any
     y: Any
-
 @jax.jit
 def distance(point):
     return jnp.hypot(*point)
-
 squared = jax.jit(lambda x: x * x)
 """
 MODULE = """
 from functools import partial
 from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
 from recorded_module import Point, distance, squared
-
 class Carry(NamedTuple):
     total: Any
     key: Any
-
 def ones(*shape):
     return jnp.arange(1, 1 + int(np.prod(shape)), dtype=jnp.float32).reshape(shape) / 10
-
 @jax.jit
 def plain(x, scale):
     return jnp.tanh(x * scale).sum(axis=0)
-
 @jax.jit
 def dicts(params, x):
     return jnp.tanh(x @ params["dense"]["kernel"]) + params["bias"]
-
 @jax.jit
 def nested(parts, pair):
     return {"sum": parts["layers"][0] + pair[0], "rest": (pair[1], None)}
-
 @partial(jax.jit, static_argnums=1, static_argnames="mode")
 def by_static(x, steps, mode="fast"):
     return x * steps + (1 if mode == "fast" else 2)
-
 @partial(jax.jit, static_argnames=("epsilon", "shape"))
 def by_literal(x, epsilon, shape):
     return x.reshape(shape) + epsilon
-
 @jax.jit
 def default(x, scale=2.0, *, shift=None):
     return x * scale if shift is None else x * scale + shift
-
 def raw(x):
     return x + 1
-
 def share(x):
     return x / x.sum()
-
 vectorized = jax.jit(jax.vmap(share, in_axes=1, out_axes=1))
-
 class Scaler:
     def __init__(self):
         self.scale = ones(4)
-
     @partial(jax.jit, static_argnums=0)
     def apply(self, x):
         return x * self.scale
-
 scaler = Scaler()
 dense = linen.Dense(3)
 variables = dense.init(jax.random.key(0), jnp.zeros((1, 4)))
 linen_apply = jax.jit(dense.apply)
 network = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
 graph, state = nnx.split(network)
-
 @nnx.jit
 def by_nnx(network, x):
     return network(x)
-
 @jax.jit
 def by_state(state, x):
     return nnx.merge(graph, state)(x)
-
 @partial(jax.jit, donate_argnums=0)
 def scan(carry, xs):
     def body(carry, x):
         return Carry(carry.total + x, jax.random.fold_in(carry.key, 1)), x.sum()
-
     carry, sums = jax.lax.scan(body, carry, xs)
     return carry, sums
-
 adam = optax.adam(1e-2)
-
 @partial(jax.jit, donate_argnames=("params", "optimizer"))
 def train(params, optimizer, x):
     loss, gradient = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
     updates, optimizer = adam.update(gradient, optimizer)
     return optax.apply_updates(params, updates), optimizer, loss
-
 def initial():
     params = {"w": ones(4, 2)}
     return {"params": params, "optimizer": adam.init(params)}
@@ -227,9 +201,7 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=shape)
 
 
-def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
-    recorded, run, tmp_path
-):
+def test_a_manifest_that_cannot_be_written_is_refused_before_the_run(recorded, run, tmp_path):
     before, ran = recorded.read_bytes(), tmp_path / "ran"
     # Of other people; without a directory.
     for manifest in (recorded, tmp_path / "sub" / "app.toml"):
@@ -244,32 +216,21 @@ CHANGED = """
 import os
 import jax
 import jax.numpy as jnp
-
 CONFIG = {"scale": 1.0}
 SIGN = 1.0
 jnp.ones(3).sum()  # jax compiles at the import, too
-
-
 @jax.jit
 def by_global(x):
     return x * SIGN
-
-
 @jax.jit
 def by_entry(x):
     return x * CONFIG["scale"]
-
-
 @jax.jit
 def by_variable(x):
     return x * float(os.environ.get("FACTOR", "1"))
-
-
 @jax.jit
 def unchanged(x):
     return x * 3
-
-
 if __name__ == "__main__":
     unchanged(jnp.ones(3))
     by_global(jnp.ones(3))
@@ -280,11 +241,9 @@ if __name__ == "__main__":
 WIDE = """
 import jax
 import numpy as np
-
 @jax.jit
 def wide(x):
     return x / 3
-
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     wide(np.ones(5))
@@ -308,7 +267,7 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path
         "unchanged": {"x": "float32[{batch}]"},
         "by_global": {"x": "float32[3]"},  # the call after SIGN changed is none of it
     }
-    why = "at changed.py:36: imported anew, it compiles to another"
+    why = "at changed.py:25: imported anew, it compiles to another"
     for name in ("by_global", "by_entry", "by_variable"):
         assert f"left out jit_{name} {why}" in said
 

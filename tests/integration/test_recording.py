@@ -12,11 +12,9 @@ from tests.layouts import attached_to
 PROGRAM = """
 import os, sys
 import jax, jax.numpy as jnp
-
 @jax.jit
 def score(x, scale):
     return jnp.tanh(x * scale).sum()
-
 if __name__ == "__main__":
     rows = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     print(float(score(jnp.ones((rows, 4)), jnp.float32(2))), flush=True)
@@ -132,7 +130,6 @@ from pathlib import Path
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording.jax_cache_packing import packed, read_targets
 from prejit.compiler.pipeline.layout_writing import write_layout
-
 [target] = read_targets(Path(sys.argv[1]))
 old = dataclasses.replace(target.requirement, jaxlib="0.0.1")
 def aged(file):
@@ -187,7 +184,6 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bu
 SERVER = """
 import os, signal, sys, time
 import jax, serve, jax.numpy as jnp
-
 for rows in (2, 3):
     if os.fork() == 0:
         serve.score(jnp.ones((rows, 4)), jnp.float32(2))

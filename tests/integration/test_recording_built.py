@@ -21,21 +21,17 @@ import os, sys
 import jax, jax.numpy as jnp
 from jax import monitoring
 from jax._src import cache_key
-
 if "LAPTOP" in os.environ:  # another CPU: what jax hashes of it is in each key
     cache_key._hash_accelerator_config = lambda to, devices: to.update(b"a laptop")
 jax.events_seen = []
 monitoring.register_event_duration_secs_listener(lambda name, *_, **__: jax.events_seen.append(name))
-
 @jax.jit
 def step(params, x):
     loss, slopes = jax.value_and_grad(lambda w: jnp.square(jnp.tanh(x @ w) - 1).mean())(params["w"])
     return {"w": params["w"] - 0.1 * slopes}, loss
-
 @jax.jit
 def solve(w):
     return jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(w @ w.T + jnp.eye(8)), jnp.ones(8))
-
 if __name__ == "__main__":
     params, x = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8)}, jnp.linspace(0, 1, 32).reshape(4, 8)
     for _ in range(3):
@@ -49,23 +45,18 @@ if __name__ == "__main__":
 PARTS = """
 import jax, jax.numpy as jnp, numpy as np
 from jaxlib.cpu import _lapack
-
 _lapack.initialize()
 jax.ffi.register_ffi_target("own_cholesky", _lapack.registrations()["lapack_spotrf_ffi"], platform="cpu")
-
 @jax.jit
 def own(x):
     shapes = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32)
     return jax.ffi.ffi_call("own_cholesky", shapes)(x, uplo=np.uint8(ord("L")))[0]
-
 @jax.jit
 def half(x):
     return x * x
-
 @jax.jit
 def largest(x):
     return jnp.max(jnp.where(x > 0, jnp.nan, x)), jnp.exp(x).sum()
-
 print(own(np.eye(4, dtype=np.float32) * 4), half(np.ones(3, np.float16)), largest(np.ones(8, np.float32)))
 """
 pytestmark = [
@@ -109,9 +100,7 @@ def built(here, recording, on_two_devices):
     return here / "fleet" / "serve"
 
 
-def test_a_recording_is_built_for_levels_which_start_without_a_trace(
-    here, recording, built, on_two_devices
-):
+def test_a_recording_is_built_for_levels_without_a_trace(here, recording, built, on_two_devices):
     """Recorded here, run for a lower level and for the best one: jax reports no trace and no compile."""
     plain = on_two_devices("serve.py")
     assert int(plain.stderr) > 10
@@ -128,9 +117,7 @@ def test_a_recording_is_built_for_levels_which_start_without_a_trace(
     assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
 
 
-def test_a_recording_onto_what_was_built_keeps_the_names_of_its_targets(
-    built, on_two_devices, tmp_path
-):
+def test_a_recording_onto_what_was_built_keeps_names_of_targets(built, on_two_devices, tmp_path):
     again = tmp_path / "serve"
     shutil.copytree(built, again)
     before = {each.name: {*each.programs} for each in read_targets(again)}

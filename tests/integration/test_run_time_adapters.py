@@ -253,9 +253,7 @@ def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, pat
 
 
 @pytest.mark.thorough
-def test_an_adapter_of_another_bundle_or_that_is_unloaded_is_refused(
-    bundle, path, directories, decoder_dir
-):
+def test_an_unloaded_or_foreign_adapter_is_refused(bundle, path, directories, decoder_dir):
     given = bundle.adapters.load("a", directories[0])
     request = bundle.request(PROMPTS[0], adapter=given, **OPTIONS)
     with load(path, on_mismatch="error") as other:
@@ -299,9 +297,7 @@ def test_no_prompt_begins_with_what_another_adapter_has_computed(bundle, directo
 
 
 @pytest.mark.thorough
-def test_a_release_that_is_tried_has_the_adapters_of_the_model_or_neither_gets_one(
-    bundle, path, directories
-):
+def test_a_tried_release_has_the_adapters_of_the_model_or_neither_has(bundle, path, directories):
     with load(path, on_mismatch="error") as tried:
         before, after = Served("m", bundle, None, 0), Served("m", tried, None, 0, path="next")
         models = Models(before)

@@ -15,9 +15,7 @@ def model(encoder_dir):
     return SentenceEncoder(encoder_dir, prompts=prompts, on_mismatch="error")
 
 
-def test_encode_returns_what_the_bundle_does_in_the_forms_of_sentence_transformers(
-    model, encoder_dir, capsys
-):
+def test_encode_has_the_results_and_forms_of_sentence_transformers(model, encoder_dir, capsys):
     expected = load(encoder_dir).encode(TEXTS)
     found = model.encode(TEXTS)
     np.testing.assert_array_equal(found, expected)

@@ -36,10 +36,7 @@ class Process:
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],
             env={**os.environ, **environment},
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            **{"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
         )
         self.errors = []
         self._reader = threading.Thread(target=self._read)
@@ -128,9 +125,7 @@ def check_replay_and_gate(old, new, log, directory, capsys):
     assert main(["gate", f"x={old}", str(new), "--requests", str(log)]) == 2
 
 
-def test_a_server_from_its_start_to_the_replay_of_its_log(
-    serve, bundle_dir, make_recipe, tmp_path, capsys
-):
+def test_a_server_from_start_to_replay_of_its_log(serve, bundle_dir, make_recipe, tmp_path, capsys):
     path, log = tmp_path / "admin", tmp_path / "log.jsonl"
     with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
         left_behind.bind(str(path))
@@ -165,11 +160,8 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
     check_replay_and_gate(bundle_dir, other, log, tmp_path, capsys)
 
 
-def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
-    serve, bundle_dir, make_recipe, tmp_path
-):
-    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
-    path = tmp_path / "admin"
+def test_a_canary_that_answers_otherwise_is_dropped_alone(serve, bundle_dir, make_recipe, tmp_path):
+    other, path = make_recipe(score_scale=2.0).write(tmp_path / "other"), tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "0%")
     server.wait_until_ready()
     with over(path) as admin:
@@ -259,8 +251,7 @@ def wait_until_it_listens(server):
 
 
 def test_a_server_that_compiles_is_live_and_not_ready(serve, foreign_dir):
-    server = serve(foreign_dir)
-    states = []
+    server, states = serve(foreign_dir), []
     wait_until_it_listens(server)
     while not states or states[-1] != "ready":
         found = httpx.get(f"{server.url}/health/ready", timeout=60)
@@ -334,7 +325,7 @@ def test_keys_and_a_log_that_signals_open_again(serve, bundle_dir, tmp_path):
         (("{bundle}", "--admin", "{bundle}"), 6, "give another --admin"),
     ],
 )
-def test_a_server_that_cannot_serve_says_why_and_ends(
+def test_a_server_that_cannot_serve_says_why(
     arguments, status, message, serve, bundle_dir, foreign_dir
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -438,9 +429,7 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
 
 
 @pytest.mark.thorough
-def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
-    serve, decoder_dir, tmp_path, capsys
-):
+def test_streams_that_clients_left_are_replayed_up_to_there(serve, decoder_dir, tmp_path, capsys):
     log = tmp_path / "log.jsonl"
     server = serve(decoder_dir, "--log", log, "--slots", "3").wait_until_ready()
     for seed in range(6):
@@ -476,9 +465,7 @@ def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir):
 
 
 @pytest.mark.thorough
-def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
-    serve, bundle_dir, make_recipe, tmp_path
-):
+def test_a_server_follows_a_tag_and_ends_amid_a_transfer(serve, bundle_dir, make_recipe, tmp_path):
     versions = [
         bundle_dir,
         *(make_recipe(score_scale=s).write(tmp_path / f"{s}") for s in (2.0, 3.0)),

@@ -173,9 +173,7 @@ def test_a_login_that_is_refused_says_why(guarded, breaks, said, hint, tmp_path)
     assert len(guarded.asked) == 1 or breaks is not wrong_password  # accounts are locked otherwise
 
 
-def test_who_has_no_login_who_may_only_read_and_who_trusts_no_private_ca(
-    guarded, tmp_path, monkeypatch
-):
+def test_who_has_no_login_may_only_read_or_trusts_no_private_ca(guarded, tmp_path, monkeypatch):
     at = f"oci://{guarded.host}/team/call:v1"
     with pytest.raises(StoreError, match=r"no login is kept for this host(?! )"):
         moved(GOLDEN / "call", at)

@@ -98,9 +98,7 @@ def test_model_signing_refuses_another_key_and_a_changed_file(bundle_dir, signed
     model_signing(bundle_dir, signed, public, status=1)
 
 
-def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity(
-    bundle_dir, tmp_path
-):
+def test_model_signing_verifies_a_keyless_signature_of_its_identity_alone(bundle_dir, tmp_path):
     pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
     from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, token
 

@@ -172,9 +172,7 @@ def test_what_no_answer_can_be_is_refused(server, body, param, message):
     assert re.search(message, error["message"]), error["message"]
 
 
-def test_a_grammar_whose_tokens_are_suppressed_is_not_complete(
-    lettered_dir, warm, build_cache, tmp_path
-):
+def test_a_grammar_of_suppressed_tokens_is_not_complete(lettered_dir, warm, build_cache, tmp_path):
     model = write_lettered(tmp_path / "model")
     ids = load(lettered_dir).tokenizer.library.get_vocab()
     ends = ids["</s>"]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp
 from jax import monitoring
-
 jax.events_seen = []  # not in a module of the program, whose changes a trace must not make
 monitoring.register_event_duration_secs_listener(lambda name, *_, **__: jax.events_seen.append(name))
 SCALE = 2.0
@@ -25,23 +24,18 @@ SHELL = [os.environ.get(name) for name in ("_", "OLDPWD", "SHLVL")]
 import tqdm  # looks at all environment variables, and reads those that begin with TQDM_
 with tempfile.TemporaryDirectory() as made:  # another name in each process
     os.close(os.open(made, os.O_RDONLY))
-
 class Kind(enum.Enum):
     PLAIN = "plain"
-
 @jax.tree_util.register_dataclass
 @dataclass
 class State:
     weights: jax.Array
     step: jax.Array
-
 @functools.partial(jax.jit, static_argnames="kind", donate_argnames="state")
 def train(state, x, *, kind=Kind.PLAIN):
     from late import NOTHING  # at a first import Python writes what it compiled
-
     loss = getattr(jnp, MODE)(x * SCALE + OFFSET + PARTS) * state.weights.sum() + NOTHING
     return State(state.weights * 2, state.step + 1), {"loss": loss, "nothing": None}
-
 @jax.jit
 def pair(x, *more, key):
     warnings.warn("old", DeprecationWarning)  # not shown

@@ -74,9 +74,7 @@ def allowed(copy, policy, targets):
 
 @with_skopeo
 @pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
-def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(
-    what, targets, signed, policy, tmp_path
-):
+def test_a_copy_by_skopeo_runs_once_signatures_are_copied(what, targets, signed, policy, tmp_path):
     copy = tmp_path / "copy"
     copy_by_skopeo(f"oci:{signed}:{what}", f"oci:{copy}:{what}")
     # skopeo 1.9 replaces the index by one without our artifact type, and the bundle keeps its name.
@@ -90,9 +88,7 @@ def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(
 
 @with_skopeo
 @pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
-def test_what_oras_pushed_runs_after_skopeo_pulled_it(
-    what, targets, registry, signed, policy, tmp_path
-):
+def test_what_oras_pushed_and_skopeo_pulled_runs(what, targets, registry, signed, policy, tmp_path):
     copy = tmp_path / "copy"
     provider = Registry(insecure=True, tls_verify=False)
     for name in (what, *names(signed)):
@@ -104,9 +100,7 @@ def test_what_oras_pushed_runs_after_skopeo_pulled_it(
 
 
 @with_skopeo
-def test_signatures_of_the_bundle_and_of_another_target_let_no_copy_of_one_run(
-    signed, policy, tmp_path
-):
+def test_signatures_of_bundle_and_other_target_let_no_copy_of_one_run(signed, policy, tmp_path):
     copy = tmp_path / "copy"
     copy_by_skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
     others = [

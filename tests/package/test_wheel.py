@@ -75,9 +75,7 @@ def files_of(wheel):
 def required(said):
     """Return what a wheel always needs, and its versions."""
     lines = [text for text in said.get_all("Requires-Dist") or [] if "extra ==" not in text]
-    return {
-        name: rest for name, rest in (re.match(r"([\w-]+)(.*)", line).groups() for line in lines)
-    }
+    return dict(re.match(r"([\w-]+)(.*)", line).groups() for line in lines)
 
 
 @pytest.mark.parametrize("house", HOUSES)

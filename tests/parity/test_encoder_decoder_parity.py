@@ -63,9 +63,7 @@ def compiled(case, directory, greedy, forms):
 
 
 @named(*CASES)
-def test_logits_and_greedy_tokens_equal_those_that_torch_gave(
-    case, reference, tmp_path, with_kernels
-):
+def test_logits_and_greedy_tokens_equal_those_of_torch(case, reference, tmp_path, with_kernels):
     check(case, reference, tmp_path, with_kernels)
 
 

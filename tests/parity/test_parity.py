@@ -135,9 +135,7 @@ FIRST = tuple(case for case in CASES if number(case) < 3)
 
 
 @named(CASES, sample=FEW)
-def test_logits_and_greedy_tokens_equal_those_that_torch_gave(
-    case, reference, tmp_path, with_kernels
-):
+def test_logits_and_greedy_tokens_equal_those_of_torch(case, reference, tmp_path, with_kernels):
     check(case, reference, tmp_path, with_kernels)
 
 
@@ -154,9 +152,7 @@ def check(case, reference, at, forms):
 
 
 @named(SWITCHED, sample=SWITCHED[:1])
-def test_longrope_equals_torch_where_programs_end_with_its_context_and_beyond_it(
-    case, reference, tmp_path
-):
+def test_longrope_equals_torch_up_to_its_context_and_beyond_it(case, reference, tmp_path):
     assert case.switch is not None
     case.write(tmp_path)
     torch = reference[case.name]

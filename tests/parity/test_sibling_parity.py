@@ -37,7 +37,7 @@ def named(is_sampled):
 
 
 @named(SAMPLED.__contains__)
-def test_logits_and_greedy_tokens_of_siblings_equal_those_of_torch(
+def test_logits_and_tokens_of_siblings_equal_those_of_torch(
     case, reference, tmp_path, with_kernels
 ):
     check(case, reference, tmp_path, with_kernels)

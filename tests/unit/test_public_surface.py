@@ -45,7 +45,7 @@ def test_a_name_of_both_doors_is_one_thing():
         assert getattr(doors[0], name) is getattr(doors[1], name), name
 
 
-def test_importing_the_build_side_imports_nothing_else_and_no_module_hides_a_public_name(
+def test_importing_the_build_side_imports_nothing_else_and_hides_no_public_name(
     run_python,
 ):
     """Importing `prejit.compiler.build` would replace the function of that name by a module."""

@@ -18,9 +18,7 @@ def rows(*names, dtype="float32"):
 
 
 def samples(**figures):
-    return [
-        dict(zip(figures, values, strict=True)) for values in zip(*figures.values(), strict=True)
-    ]
+    return [dict(zip(figures, each, strict=True)) for each in zip(*figures.values(), strict=True)]
 
 
 def starts(*seconds):

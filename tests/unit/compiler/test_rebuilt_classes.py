@@ -91,14 +91,12 @@ def doubled(given):
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory, build_cache):
+def bundle(build_programs):
     programs = [
         *(Program(name_of(given), fn=doubled, args=[given]) for given in GIVEN),
         Program("of_function", fn=doubled, args=lambda: [Counted(X)]),
     ]
-    output = tmp_path_factory.mktemp("rebuilt")
-    path = build(programs, output, name="m", cache=build_cache, quiet=True).path
-    return load(path, on_mismatch="error", types=[*map(type, GIVEN)])
+    return load(build_programs(programs), on_mismatch="error", types=[*map(type, GIVEN)])
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=name_of)

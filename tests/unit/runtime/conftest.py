@@ -1,21 +1,10 @@
-"""Bundles of the user's programs, built from Python, and what is called in them."""
+"""What is called in bundles of the user's programs."""
 
 import pytest
 
-from prejit.compiler import build
 from prejit.runtime.__main__ import main
 from prejit.runtime.programs.bucket_choice import BucketChoice
 from prejit.runtime.programs.user_programs import Calls
-
-
-@pytest.fixture(scope="session")
-def build_programs(tmp_path_factory, build_cache):
-
-    def build_programs(programs):
-        output = tmp_path_factory.mktemp("built")
-        return build(programs, output, name="built", cache=build_cache, quiet=True).path
-
-    return build_programs
 
 
 @pytest.fixture

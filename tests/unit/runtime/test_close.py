@@ -69,9 +69,7 @@ def test_a_closed_bundle_says_that_it_is_closed(decoder_dir):
     }
     others |= {"runner_with_zeros", "check_finite", "timed_runner", "watch_runs", "finish"}
     others |= {"hlo_modules"}
-    assert {name for name in dir(Bundle) if not name.startswith("_")} == {
-        *METHODS
-    } | PROPERTIES | others
+    assert {n for n in dir(Bundle) if not n.startswith("_")} == {*METHODS} | PROPERTIES | others
 
 
 _FORKING = """
@@ -79,7 +77,6 @@ import os, sys
 import numpy as np
 from prejit.runtime import ClosedError, load
 from prejit.server import Engine
-
 path, x = sys.argv[1], np.ones(4, np.float32)
 bundle = load(path)
 bound, engine = bundle.bind("f", x), Engine(bundle)
@@ -180,13 +177,10 @@ import gc, json, os, sys, threading, time
 import numpy
 from prejit.runtime import load
 from prejit.server import Engine
-
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
 def tasks():
     return len(os.listdir("/proc/self/task"))
-
 def settled():
     # jaxlib's threads end by themselves, soon after their client.
     until = time.monotonic() + 60
@@ -194,7 +188,6 @@ def settled():
         time.sleep(0.01)
         gc.collect()  # in an unlucky moment the client is part of a cycle
     return tasks()
-
 found = []
 for turn in range(12):
     bundle = load(sys.argv[1])

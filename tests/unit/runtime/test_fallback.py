@@ -41,7 +41,7 @@ def v2_machine():
 
 
 @pytest.mark.parametrize(("version", "hint"), [("1.0.0", "a later jax"), ("99.0.0", "")])
-def test_a_program_that_xla_cannot_read_is_named_with_what_helps(
+def test_a_program_xla_cannot_read_is_named_and_hinted(
     settled_dir, monkeypatch, tmp_path, version, hint
 ):
     """A later jax may use operations that this one cannot read."""

@@ -98,9 +98,7 @@ def test_a_file_of_llama_cpp_gives_other_parameters(family, architecture, tmp_pa
         np.testing.assert_allclose(found.read(name), values, rtol=0, atol=rounding, err_msg=name)
     file = tmp_path / "gguf" / "model.gguf"
     assert set(places.values()) == {file}
-    assert sum(end - start for start, end in places) == sum(
-        each.nbytes for each in tensors.values()
-    )
+    assert sum(end - start for start, end in places) == sum(x.nbytes for x in tensors.values())
 
 
 def of_q4_k(random, outputs, inputs):

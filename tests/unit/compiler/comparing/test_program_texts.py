@@ -66,9 +66,7 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.thorough
-def test_costs_count_what_the_function_says_and_the_roofline_runs_it(
-    build_cache, tmp_path, capsys, monkeypatch
-):
+def test_costs_count_what_the_function_says_and_is_run(build_cache, tmp_path, capsys, monkeypatch):
     program = Program("product", fn=lambda x: jnp.tanh(x @ x), args=[f"float32[{SIDE}, {SIDE}]"])
     product = str(build([program], tmp_path, name="product", cache=build_cache, quiet=True).path)
     bundle = read_bundle(product)

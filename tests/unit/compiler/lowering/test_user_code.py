@@ -142,7 +142,6 @@ def test_code_cannot_end_prejit_without_an_error(tmp_path, built):
 def test_a_fork_ends_where_it_leaves_a_function(built):
     module = """
 import os
-
 def f(x):
     for code in (1, 3):
         child = os.fork()
@@ -164,7 +163,6 @@ print("printed on import")
 os.write(1, b"written on import\\n")
 subprocess.run(["echo", "of a child"], check=True)
 builtins.__dict__.pop("open"); sys.modules.pop("hashlib"); os.replace = print
-
 def f(x):
     print("printed while traced")
     builtins.open = sys.modules["hashlib"] = None

@@ -319,9 +319,7 @@ def test_an_encoder_is_what_numpy_makes_of_it_and_packed_sentences_are_as_alone(
     alone = encode(kernels, query, keys, values, np.array(lengths), 0.25, rounds)
     assert_close(alone, expected, doubt)
     padding = np.full((9, heads, size), np.nan, np.float32)
-    rows = [
-        [*(each[b, :n] for b, n in enumerate(lengths)), padding] for each in (query, keys, values)
-    ]
+    rows = [[*(x[b, :n] for b, n in enumerate(lengths)), padding] for x in (query, keys, values)]
     rows[1][0] = rows[1][0] * np.nan  # a broken sentence
     packed = [np.concatenate(each)[None] for each in rows]
     found = encode(kernels, *packed, np.array(lengths), 0.25, rounds)[0]

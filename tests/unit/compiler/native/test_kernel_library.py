@@ -157,9 +157,7 @@ def test_no_compiler_is_told(cache, monkeypatch):
     assert library.find_kernels(toolchain(), cache, sources=TOY) == found
 
 
-def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
-    cache, tmp_path, monkeypatch, toy_library
-):
+def test_after_a_failing_compiler_the_next_is_tried(cache, tmp_path, monkeypatch, toy_library):
     told = write_compiler(tmp_path, monkeypatch, "echo 'toy.cc:1: no such level' >&2; exit 1")
     found = without_kernels(cache)
     assert "g++ 1.2.3: toy.cc:1: no such level" in found.reason

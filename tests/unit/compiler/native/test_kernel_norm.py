@@ -38,9 +38,7 @@ def expected(x, weight, bias, offset):
     offset=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 1 << 16),
 )
-def test_rows_are_normalized_whatever_their_width(
-    kernels, rows, width, mean, centred, offset, seed
-):
+def test_rows_of_any_width_are_normalized(kernels, rows, width, mean, centred, offset, seed):
     random = np.random.default_rng(seed)
     x = (random.standard_normal((rows, width)) + mean).astype(np.float32)
     weight, bias = random.standard_normal((2, width)).astype(np.float32)

@@ -57,9 +57,7 @@ def test_each_row_adds_the_change_of_its_own_adapter(
 
 
 @pytest.mark.parametrize("activation", range(5))
-def test_a_row_without_an_adapter_has_the_bits_of_its_activation_in_the_product(
-    kernels, activation
-):
+def test_a_row_without_an_adapter_has_the_bits_of_its_plain_product(kernels, activation):
     random = np.random.default_rng(activation)
     x, weight = (random.standard_normal((rows, 40), np.float32) for rows in (5, 300))
     scale, bias = (0.02 * random.standard_normal((2, 300))).astype(np.float32)

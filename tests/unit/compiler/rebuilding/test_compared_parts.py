@@ -80,9 +80,7 @@ DECIDED = {  # what decided the kernels: its value here, and how both are shown
 }
 
 
-def test_other_kernels_are_a_finding_and_a_program_that_differs_too(
-    kernel_recipe, old, toy_library, tmp_path
-):
+def test_other_kernels_are_a_finding_as_another_program(kernel_recipe, old, toy_library, tmp_path):
     """Or whoever changes a kernel could change all programs that call it."""
     library = bytearray(toy_library[1])
     sections = read_sections(toy_library[1])

@@ -13,44 +13,35 @@ from prejit.runtime.recorded.watched_command import cache_settings, environment_
 LIBRARY = """
 import jax
 import jax.numpy as jnp
-
 values = jnp.ones(3)
 named = jax.jit(lambda x: x * 7)
-
 def plain(x): return x + 1
 def chosen(x, n): return x * n
 def shares(x, y): return x / y.sum()
 def local():
     def inner(x): return x * 5
     return jax.jit(inner)
-
 @jax.jit
 def keywords(x, **rest): return x + rest["y"]
-
 @jax.jit
 def places(x, /, *rest): return x + sum(rest)
-
 columns = jax.jit(jax.vmap(shares, in_axes=1))
 """
 PROGRAM = """
 import functools, os, sys
 import jax, jax.numpy as jnp, numpy as np
 from package import library
-
 @functools.partial(jax.jit, static_argnums=(1,), static_argnames=("how",), donate_argnums=(0,))
 def own(x, n, scale=1.0, how=None):
     return x * n * scale
-
 class Odd:
     def __init__(self, x): self.x = x
     def __eq__(self, other): raise ValueError("no comparing")
     __hash__ = None
 jax.tree_util.register_pytree_node(Odd, lambda odd: ((odd.x,), None), lambda _, parts: Odd(*parts))
-
 @jax.jit
 def odd(value):
     return value.x + 1
-
 if __name__ == "__main__":
     x = np.ones((2, 3), np.float32)
     own(jnp.ones((2, 3)), 2, scale=3.0, how=(1, 2.5))

@@ -121,9 +121,8 @@ def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name(tmp_path,
     ):
         assert packing.default_name(command.split()) == packing.bundle_name(name) == name
     monkeypatch.chdir(tmp_path)
-    assert (
-        packing.name_at(Path()) == packing.name_at(tmp_path) == packing.bundle_name(tmp_path.name)
-    )
+    name = packing.bundle_name(tmp_path.name)
+    assert packing.name_at(Path()) == packing.name_at(tmp_path) == name
 
 
 def target_with(at, *names, jaxlib="1.2.3"):

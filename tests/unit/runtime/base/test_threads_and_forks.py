@@ -10,11 +10,9 @@ from prejit.runtime.base.threads_and_forks import once, start_thread
 EXITS_AT_ONCE = """
 import threading, time
 from prejit.runtime.base.threads_and_forks import start_thread
-
 def work():
     time.sleep(0.2)
     print("finished", flush=True)
-
 daemon = threading.Thread(target=lambda: start_thread(work, "work"), daemon=True)
 daemon.start()
 daemon.join()
@@ -22,7 +20,6 @@ daemon.join()
 STARTS_TOO_LATE = """
 import atexit
 from prejit.runtime.base.threads_and_forks import start_thread
-
 atexit.register(lambda: print(start_thread(lambda: None, "late"), flush=True))
 """
 

@@ -195,9 +195,7 @@ def test_results_stay_in_their_place(path, recipe, tmp_path, x_file):
     assert files() - before == {out.parent, out, made}
 
 
-def test_call_takes_nested_arguments_whose_keys_may_have_dots(
-    settled_dir, recipe, tmp_path, capsys
-):
+def test_call_takes_nested_arguments_with_dots_in_keys(settled_dir, recipe, tmp_path, capsys):
     def named(old, new):
         def renamed(program):
             texts = tuple(text.replace(old, new) for text in program.arguments)

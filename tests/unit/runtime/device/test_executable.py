@@ -374,7 +374,6 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
-
 class Watch(importlib.abc.MetaPathFinder):
     importing, threads = threading.Event(), []
     def find_spec(self, name, path, target=None):
@@ -383,12 +382,10 @@ class Watch(importlib.abc.MetaPathFinder):
             if not self.importing.is_set():
                 self.importing.set()  # the other thread begins while this one is in the middle
                 time.sleep(0.5)
-
 device = Device()
 def compile():
     Watch.importing.wait(20)
     device.compile(Path("program").read_bytes())
-
 sys.meta_path.insert(0, Watch())
 with ThreadPoolExecutor(1, "other") as pool:
     compiled = pool.submit(compile)

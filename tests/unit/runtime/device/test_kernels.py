@@ -164,9 +164,7 @@ except Exception as error:
 """
 
 
-def test_a_worker_compiles_with_a_stand_in_what_the_library_itself_gives(
-    toy_library, tmp_path, run_python
-):
+def test_a_worker_with_a_stand_in_compiles_as_the_library(toy_library, tmp_path, run_python):
     """And maps no code of it: the build host may lack the instructions. A call fails, and does not crash."""
     library, content = toy_library
     paths = [tmp_path / name for name in ("kernels.so", "program", "executable")]
@@ -196,9 +194,7 @@ def test_a_descriptor_that_comes_again_is_another_library(toy_library, tmp_path,
     assert mapped == "3 3"
 
 
-def test_a_library_that_lacks_a_symbol_or_a_system_without_files_in_memory_is_told_as_such(
-    toy_library, monkeypatch
-):
+def test_a_library_without_a_symbol_or_system_without_memfd_is_told(toy_library, monkeypatch):
     content = toy_library[1].replace(b"GLIBC_2.3\0", b"GLIBC_9.3\0")  # as with an older glibc
     with pytest.raises(KernelError, match=r"cannot load native kernels: .*GLIBC_9\.3") as caught:
         kernels.load(content)

@@ -70,9 +70,7 @@ def with_strangers(path, found):
 
 
 def as_skopeo(path, found):
-    write_root(
-        path, [{key: each[key] for key in ("mediaType", "digest", "size")} for each in found]
-    )
+    write_root(path, [{k: each[k] for k in ("mediaType", "digest", "size")} for each in found])
 
 
 @pytest.mark.parametrize(

@@ -262,9 +262,7 @@ def allow(*tokens):
 
 
 @pytest.mark.parametrize("length", [1, 5, 30])
-def test_only_allowed_tokens_come_and_a_mask_that_allows_nothing_ends_the_text(
-    bundle, reference, length
-):
+def test_only_allowed_tokens_come_and_an_empty_mask_ends_the_text(bundle, reference, length):
     asked = []
 
     def mask(generated):

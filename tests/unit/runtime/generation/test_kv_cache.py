@@ -17,9 +17,7 @@ from .batches import filled, values
 @pytest.mark.parametrize(
     ("batch", "context", "rows"), [(3, 24, {0: 2, 2: 1}), (1, 72, {0: 0, 1: 0})]
 )
-def test_rows_are_copied_to_their_slots_and_the_others_stay(
-    bundle, batch, context, rows, by_host, monkeypatch
-):
+def test_rows_go_to_their_slots_and_others_stay(bundle, batch, context, rows, by_host, monkeypatch):
     monkeypatch.setattr(bundle.decoder, "copies_rows", by_host)
     source, target = filled(bundle, batch, context), filled(bundle, 3, 72, offset=7)
     given, expected = values(source), values(target)

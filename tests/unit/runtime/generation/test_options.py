@@ -28,9 +28,7 @@ SAID["begin_suppress_tokens"] = [10**6]
 
 def test_options_are_typed_published_flags_and_checked():
     assert Options.__annotations__.keys() == OPTIONS.keys()
-    defined = {
-        field.name: str(field.type) for kind in (Sampling, Request) for field in fields(kind)
-    }
+    defined = {f.name: str(f.type) for kind in (Sampling, Request) for f in fields(kind)}
     for name in OPTIONS.keys() - {"stop"}:  # text, which no request has
         assert defined[name].startswith(Options.__annotations__[name].__forward_arg__), name
     names = {field.name for field in fields(Defaults)} - {"do_sample", "suppress_tokens"}
@@ -120,9 +118,7 @@ def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, bundle, 
         load(sampling_dir, generation_config="no")
 
 
-def test_the_first_token_is_none_that_a_config_suppresses_there(
-    bundle, make_decoder, decoder_dir, tmp_path, said
-):
+def test_a_first_token_is_none_suppressed_there(bundle, make_decoder, decoder_dir, tmp_path, said):
     free = bundle.generate(PROMPT, max_new_tokens=6).token_ids
     first = free[0]
     shutil.copytree(decoder_dir.parent / "gpt2", tmp_path / "model")

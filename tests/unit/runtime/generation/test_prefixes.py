@@ -55,9 +55,7 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle):
 
 
 @pytest.mark.parametrize("is_compact", [True, False])
-def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(
-    bundle, monkeypatch, is_compact, request
-):
+def test_a_small_model_keeps_some_and_the_best_is_found(bundle, monkeypatch, is_compact, request):
     if not is_compact:
         request.getfixturevalue("whole_caches")
     monkeypatch.setattr("prejit.runtime.generation.prefixes._MOST_PREFIXES", 3)

@@ -11,36 +11,27 @@ from prejit.runtime.jitted.jit_call import function_state
 
 CELLS = """
 from functools import wraps
-
 RATE = 0.5
 unread = 1
-
 def logged(function):
     @wraps(function)
     def call(x):
         return function(x) + 1
     return call
-
 class Layer:
     bias = 1.0
-
     def __call__(self, x):
         return x + self.bias
-
     @property
     def twice(self):
         return 2
-
     @staticmethod
     def half(x):
         return x / 2
-
 layer = Layer()
-
 @logged
 def helper(x):
     return layer(x) * Layer().twice * Layer.half(3)
-
 def step(x, by=3):
     return [helper(each) * RATE for each in (x, by)]
 """
@@ -79,9 +70,7 @@ def chosen(first):
     else:
         def step(x): return x + 2
     return step
-
 steps = {True: lambda x: x + 1, False: lambda x: x + 2}
-
 def generated(first):
     variables = {**globals()}
     exec(f"def step(x): return x + {2 - first}", variables)
@@ -98,9 +87,7 @@ def test_functions_of_one_name_in_one_file_differ(of):
     assert one != other
 
 
-def test_a_module_is_found_that_is_not_imported_and_what_is_not_there_is_left_out(
-    tmp_path, monkeypatch
-):
+def test_a_module_that_is_not_imported_is_found_and_no_missing_one(tmp_path, monkeypatch):
     places = ("module no_such", "module sys", "package no-such", "package pytest", "self")
     assert function_sources.sources(places) == {"package pytest": pytest.__version__}
     monkeypatch.syspath_prepend(tmp_path)

@@ -65,9 +65,7 @@ def test_static_and_donated_are_those_of_jax(options, args, kwargs):
         return x, n, k
 
     jitted = jax.jit(function, **options)
-    names = [
-        options.get(f"{kind}_arg{of}") for kind in ("static", "donate") for of in ("nums", "names")
-    ]
+    names = [options.get(f"{k}_arg{n}") for k in ("static", "donate") for n in ("nums", "names")]
     parameters = Parameters(function, static=(names[0], names[1]), donated=(names[2], names[3]))
     try:
         traced = jitted.trace(*args, **kwargs)

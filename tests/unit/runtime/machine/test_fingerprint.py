@@ -176,9 +176,7 @@ def test_no_axis_is_forgotten():
     """A field that is added to Requirement needs a rule, a form, a place in Fingerprint and cases here."""
     assert list(CASES) == list(REFUSED) == list(_AXIS_FORMS) == AXES
     assert set(AXES) <= {field.name for field in dataclasses.fields(Fingerprint)}
-    assert [axis.name for axis in compared().axes] == [
-        field.removesuffix("_bytes") for field in _RULES
-    ]
+    assert [axis.name for axis in compared().axes] == [f.removesuffix("_bytes") for f in _RULES]
     assert set(_RULES) == set(AXES)
 
 

@@ -12,18 +12,13 @@ import jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from prejit.runtime import UsageError, load
 from prejit.server import Engine
-
 one, two = jax.devices()
 host = np.arange(4, dtype="f")
 bundle = load(sys.argv[1], on_mismatch="error")
-
-
 def stepped(way, state, x):
     bound = bundle.bind("step", state=state)
     bound(x=host)
     return bound(x=x) if way == "call" else bound.call_async(x=x).result()
-
-
 def same(found, expected):
     for name, mine in found.items():
         theirs = expected[name]
@@ -33,8 +28,6 @@ def same(found, expected):
         assert (mine.dtype, mine.weak_type) == (theirs.dtype, theirs.weak_type), name
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
         assert (mine + 1).devices() == theirs.devices()
-
-
 added, drawn_by_jax, stepped_by_jax = jax.jit(add), jax.jit(drawn), jax.jit(step)
 engine = Engine(bundle)
 ways = {
@@ -62,14 +55,10 @@ for _ in range(2):
                     same(stepped(way, host, x), stepped_by_jax(host, x))
             for way, call in ways.items():
                 assert not isinstance(call("add", host, host)["sum"], jax.Array)
-
-
 def refuses(text, call, *args, **kwargs):
     with pytest.raises(UsageError, match=text) as caught:
         call(*args, **kwargs)
     assert caught.value.hint
-
-
 mesh = Mesh(np.array([one, two]), "x")
 shardings = [NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], [])]
 for _ in range(2):

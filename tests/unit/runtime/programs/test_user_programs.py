@@ -84,9 +84,7 @@ def test_arrays_of_64_bits_give_what_jax_gives(bundle, name):
             assert [str(each.dtype) for each in found] == ["float32", "int32"]
 
 
-SAME = [
-    np.array([each], dtype) for each, dtype in ((-5, "i8"), (7, "u8"), (0.1, "f8"), (1j, "c16"))
-]
+SAME = [np.array([x], dtype) for x, dtype in ((-5, "i8"), (7, "u8"), (0.1, "f8"), (1j, "c16"))]
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from prejit.runtime.recorded.hook import jax_texts
 SCRIPT = """
 import json, logging, os, sys
 seen, events = [], []
-
 class Seeing(logging.Filter):
     def filter(self, record):
         seen.append([record.name, str(record.msg), [str(each) for each in record.args or ()]])
         return False
-
 import jax
 from jax import monitoring
 monitoring.register_event_listener(lambda event, **_: events.append([event, {}]))
@@ -28,14 +26,11 @@ monitoring.register_event_duration_secs_listener(lambda event, _, **more: events
 for name in json.loads(sys.argv[1]):
     logging.getLogger(name).addFilter(Seeing())
     logging.getLogger(name).setLevel(logging.DEBUG)
-
 def score(x):
     return x * 2
-
 def called(x):
     jax.debug.callback(lambda value: None, x)
     return x
-
 jax.jit(called)(1.0)
 for seconds in (0.0, 0.0, 1e9):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)

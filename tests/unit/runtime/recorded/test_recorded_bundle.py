@@ -23,7 +23,7 @@ def found_in(directory):
 EXPECTED = {file: content_of(name) for name, file in FILES.items()}
 
 
-def test_files_come_read_only_and_later_starts_do_nothing_again(
+def test_files_come_read_only_and_later_starts_do_nothing(
     write_recorded, runtime_cache, monkeypatch
 ):
     killed = runtime_cache / "recorded" / "v1" / ".abc.12.34.tmp"
@@ -109,7 +109,7 @@ def test_a_damaged_or_other_bundle_starts_no_command(write_recorded, tmp_path, r
         open_recorded(GOLDEN / "chunks")
 
 
-def test_a_mismatch_is_an_error_where_nothing_may_compile(
+def test_a_mismatch_is_an_error_if_nothing_may_compile(
     write_recorded, tmp_path, runtime_cache, ran
 ):
     path, started = write_recorded(jaxlib="0.0.1"), tmp_path / "started"

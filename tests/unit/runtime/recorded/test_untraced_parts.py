@@ -6,11 +6,10 @@ import functools
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, strategies
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prejit.runtime.recorded.hook import process_inputs
 from prejit.runtime.recorded.hook.input_facts import (
@@ -37,15 +37,10 @@ from prejit.runtime.recorded.hook.process_inputs import InputComparison, file_di
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json, tree_of
 from prejit.runtime.recorded.hook.watch import StartClock
 
-KEYS = strategies.text(max_size=3)
-PLAIN = (
-    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | KEYS
-)
-VALUES = strategies.recursive(
-    PLAIN,
-    lambda inner: (
-        strategies.lists(inner, max_size=3) | strategies.dictionaries(KEYS, inner, max_size=3)
-    ),
+KEYS = st.text(max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | KEYS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
 )
 
 
@@ -146,7 +141,6 @@ import logging, os, random, sys, threading
 import jax, numpy as np, scipy.stats
 from absl import flags
 from prejit.runtime.recorded.hook.plain_texts import text_of
-
 if len(sys.argv) > 1:  # as the hook of prejit does
     os.environ["PREJIT_HOOK"] = "orders"
     logging.getLogger("jax._src.cache_key").setLevel(logging.DEBUG)
@@ -161,14 +155,9 @@ for each in held:
 """
 
 
-def test_what_programs_often_hold_has_one_text_in_all_processes():
+def test_what_programs_often_hold_has_one_text_in_all_processes(run_python):
     """No other text of it, and so no call without a trace: a module-level logger is in most functions."""
-    texts = [
-        subprocess.run(
-            [sys.executable, "-c", HELD, *arguments], check=True, text=True, stdout=subprocess.PIPE
-        ).stdout.splitlines()
-        for arguments in ([], ["watched"])
-    ]
+    texts = [run_python(HELD, *more).stdout.splitlines() for more in ([], ["watched"])]
     assert texts[0] == texts[1]
     assert len({*texts[0]}) == len(texts[0])
 
@@ -277,7 +266,7 @@ class Node:
 class Beside:
     name: str
     more: tuple = ()
-    none: object = field(default=None)
+    none: object = None
 
 
 class Turned(NamedTuple):
@@ -307,22 +296,18 @@ def moved(tree, call=None, there=None):
     return tree_of(described, lambda: given_values(there or call))
 
 
-BESIDES = VALUES.map(
-    lambda value: Beside(
-        "name",
-        (value, Mode.FAST, Pair(1, None), Sorted("ba"), frozenset("ab"), Node, OrderedDict(b=1)),
-    )
-)
-TREES = strategies.recursive(
-    strategies.just(0) | strategies.none(),
+KINDS = (Mode.FAST, Pair(1, None), Sorted("ba"), frozenset("ab"), Node, OrderedDict(b=1))
+BESIDES = VALUES.map(lambda value: Beside("name", (value, *KINDS)))
+TREES = st.recursive(
+    st.just(0) | st.none(),
     lambda inner: (
-        strategies.lists(inner, max_size=3)
-        | strategies.tuples(inner, inner)
-        | strategies.dictionaries(KEYS, inner, max_size=3)
-        | strategies.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
-        | strategies.tuples(inner, inner).map(lambda both: Pair(*both))
-        | strategies.tuples(inner, inner).map(lambda both: Turned(*both))
-        | strategies.tuples(inner, BESIDES).map(lambda both: Node(*both))
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Turned, inner, inner)
+        | st.builds(Node, inner, BESIDES)
     ),
 )
 
@@ -354,11 +339,8 @@ def test_a_tree_has_what_the_call_was_given_and_the_objects_of_the_program():
     found = moved(jax.tree.structure(Node(0, function)), call, there)
     assert found.node_data()[1] is other
     assert moved(jax.tree.structure(Node(0, SHARED))).node_data()[1] is SHARED
-    for strange, problem in (
-        (closing(3), "its results hold a builtins"),
-        (Alone(), "its results hold a Alone, which equals itself alone"),
-    ):
-        with pytest.raises(NotKeptError, match=problem):
+    for strange, kind in ((closing(3), "builtins"), (Alone(), "Alone, which equals itself alone")):
+        with pytest.raises(NotKeptError, match=f"its results hold a {kind}"):
             moved(jax.tree.structure(Node(0, strange)), call, there)
 
 
@@ -402,18 +384,16 @@ def test_inputs_are_compared_up_to_the_call(files):
     assert comparison.difference(2) == f"the file {files / 'absent.txt'}"
 
 
-def other_kind(path):
-    path.unlink()
-    path.mkdir()
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda at: (at / "a.txt").write_text("two"), "the file {}/a.txt"),
         (lambda at: (at / "a.txt").unlink(), "the file {}/a.txt"),
         (lambda at: (at / "listed" / "new").touch(), "{}/listed"),
-        (lambda at: other_kind(at / "listed" / "one"), "{}/listed"),
+        (
+            lambda at: (at / "listed" / "one").unlink() or (at / "listed" / "one").mkdir(),
+            "{}/listed",
+        ),
         (lambda at: (at / "new-1.0.dist-info").mkdir(), "{}"),
         (lambda at: (at / "link").unlink(), "where the link {}/link leads"),
     ],

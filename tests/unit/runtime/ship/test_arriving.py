@@ -43,7 +43,7 @@ def bundle_dir(build_programs):
 
     rows = {"early": np.full((ROWS, 4), 1, np.float32), "late": np.full((ROWS, 4), 2, np.float32)}
     return build_programs(
-        [Program(name, total, args=[X], params={"rows": rows[name]}) for name in rows]
+        [Program(n, total, args=[X], params={"rows": r}) for n, r in rows.items()]
     )
 
 

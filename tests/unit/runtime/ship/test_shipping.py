@@ -35,15 +35,11 @@ def fleet(tmp_path):
 
 
 def content(path):
-    return {
-        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
-    }
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
 
 @pytest.mark.parametrize("has_referrers", [True, False])
-def test_a_registry_has_every_byte_and_mounts_blobs_in_another_repository(
-    has_referrers, fleet, tmp_path
-):
+def test_a_registry_has_all_bytes_and_mounts_blobs_elsewhere(has_referrers, fleet, tmp_path):
     with fake_registry(has_referrers=has_referrers) as registry:
         first = moved(fleet, f"oci://{registry.host}/a:v1")
         assert first.present_bytes == 0

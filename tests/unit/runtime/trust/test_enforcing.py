@@ -104,9 +104,7 @@ def test_no_policy_loosens_another_and_a_missing_one_is_an_error(bundle_dir, tmp
         load(bundle_dir)
 
 
-def test_recorded_bundles_are_asked_about_and_audit_warns_and_runs(
-    bundle_dir, tmp_path, monkeypatch
-):
+def test_recorded_bundles_are_checked_and_audit_warns_and_runs(bundle_dir, tmp_path, monkeypatch):
     audit = write_policy(tmp_path / "audit.toml", KEYS, rule('level = "audit"\nkeys = ["a"]'))
     with pytest.warns(UntrustedWarning, match=r"reports about target cpu-\S+ \(unsigned\)"):
         runs(bundle_dir, audit)

@@ -166,9 +166,7 @@ def test_a_damaged_memory_of_it_is_not_believed(sound, policy, runtime_cache, mo
         assert "status 1" in str(refused(sound, policy))
 
 
-def test_damage_and_xla_errors_keep_their_names(
-    kernel_recipe, sound, policy, runtime_cache, tmp_path
-):
+def test_damage_and_errors_of_xla_have_names(kernel_recipe, sound, policy, runtime_cache, tmp_path):
     content = kernel_recipe.content(KERNELS_MEDIA_TYPE) + b"\0"
     kernels = replace(kernel_recipe.targets[0].config.kernels, digest=digest_of(content))
     unbound = kernel_recipe.with_content(KERNELS_MEDIA_TYPE, content)

@@ -169,12 +169,8 @@ def test_a_prompt_cannot_be_guessed_by_what_is_reused(bundle, made, mine, theirs
 @pytest.mark.parametrize("shares", [False, True])
 def test_prompts_of_two_clients_that_enter_together_share_nothing(bundle, shares):
     batch = Batch(bundle.decoder, 2, prefixes=PrefixCache(bundle.decoder, 4 * MIB))
-    namespaces = [("a",), ("a",) if shares else ("b",)]
-    requests = [
-        Request([*LONG[:30], number], max_new_tokens=2, namespace=namespace)
-        for number, namespace in enumerate(namespaces)
-    ]
-    batch.insert(*requests)
+    spaces = enumerate([("a",), ("a",) if shares else ("b",)])
+    batch.insert(*(Request([*LONG[:30], n], max_new_tokens=2, namespace=at) for n, at in spaces))
     assert max(token.usage.reused_tokens for token in batch.step()) == 30 * shares
 
 
@@ -199,8 +195,7 @@ def test_a_prompt_waits_for_one_that_begins_alike(bundle, made, client, memory, 
 @pytest.mark.parametrize("pauses", [True, False])
 def test_two_conversations_in_turns_compute_only_what_is_new(bundle, made, monkeypatch, pauses):
     """Each takes the slot of the other one, whose answer was kept in a pause, or is kept then."""
-    kept = threading.Semaphore(0)
-    original = Batch.keep
+    kept, original = threading.Semaphore(0), Batch.keep
     monkeypatch.setattr(Batch, "keep", lambda self: (original(self), kept.release()))
     bundle.prepare()
     engine = made(slots=1, prefix_memory=4 * MIB)
@@ -217,8 +212,7 @@ def test_two_conversations_in_turns_compute_only_what_is_new(bundle, made, monke
 
 def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made, monkeypatch):
     bundle.prepare()
-    most = {}
-    original = Batch.step
+    most, original = {}, Batch.step
 
     def step(self, meanwhile, positions):
         clients = {ticket.client for ticket in engine._loop._running.values() if ticket.answered}
@@ -445,9 +439,7 @@ def test_a_request_that_ended_is_freed_without_the_garbage_collector(engine, how
         gc.enable()
 
 
-def test_memory_is_bounded_before_the_first_request_and_a_small_one_has_a_shorter_context(
-    bundle, made
-):
+def test_memory_is_bounded_before_a_request_and_a_small_one_has_a_shorter_context(bundle, made):
     plan = partial(plan_caches, bundle.decoder, 4)
     budgets = [1 << 40]
     for context, together in ((72, 2), (72, 1), (24, 2), (24, 1)):

@@ -45,13 +45,10 @@ def test_what_is_being_freed_at_exit_is_freed_first(run_python):
     code = """
         import time
         from prejit.server.engine.finalizers import when_dropped
-
         class Owner: ...
-
         def call():
             time.sleep(0.3)
             print("freed", flush=True)
-
         owner = Owner()
         when_dropped(owner, call)
         del owner

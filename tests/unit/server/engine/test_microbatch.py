@@ -81,9 +81,7 @@ def lane(program):
     lane.close()
 
 
-def test_a_call_of_more_rows_than_the_bucket_takes_turns_and_its_rest_ends_with_an_error(
-    lane, program
-):
+def test_a_call_of_more_rows_than_the_bucket_takes_turns_and_ends_with_an_error(lane, program):
     holding = program.hold(lane)
     long, short = submit(lane, range(20)), submit(lane, [100, 200])
     program.go.set()

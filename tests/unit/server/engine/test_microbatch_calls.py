@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.compiler import Program, build
+from prejit.compiler import Program
 from prejit.runtime import ClosedError, UsageError, load
 from prejit.server.engine.microbatch_calls import Calling
 from prejit.server.engine.request_recorder import Recorder
@@ -35,7 +35,7 @@ def powered(x, power):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory, build_cache):
+def path(build_programs):
     params = np.random.default_rng(0).standard_normal((8, 16)).astype("f")
     x, batch = "float32[{batch}, 8]", {"buckets": BUCKETS, "pad": ["batch"]}
     texts = {"buckets": {"batch": (4,), "length": (4, 16)}, "pad": ["batch", "length"]}
@@ -54,8 +54,7 @@ def path(tmp_path_factory, build_cache):
             **texts,
         ),
     ]
-    output = tmp_path_factory.mktemp("shared")
-    return build(programs, output, name="s", cache=build_cache, quiet=True).path
+    return build_programs(programs)
 
 
 @pytest.fixture(scope="module")

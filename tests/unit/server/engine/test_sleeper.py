@@ -93,9 +93,7 @@ class Held:
         return np.ones(VOCABULARY, bool)
 
 
-def test_a_request_waits_for_memory_from_its_own_beginning_to_its_end_or_that_of_the_engine(
-    engine, door
-):
+def test_a_request_waits_for_memory_from_its_beginning_to_its_end_or_the_engines(engine, door):
     door.is_open = False
     with pytest.raises(DeadlineError):
         engine.generate([1, 2], timeout=0.3, **FEW)
@@ -130,7 +128,7 @@ def test_a_request_waits_for_memory_from_its_own_beginning_to_its_end_or_that_of
     assert engine.sleeper.is_sleeping
 
 
-def test_a_busy_engine_does_not_sleep_and_begins_nothing_while_another_one_asks_for_its_memory(
+def test_a_busy_engine_does_not_sleep_and_begins_nothing_while_another_asks_for_memory(
     engine,
 ):
     held, ends = Held(), threading.Event()

@@ -29,9 +29,7 @@ from prejit.server.served.served import ModelNotFoundError
         (ApiError(418, "a teapot", code="tea"), 418, "tea", None),
     ],
 )
-def test_each_error_has_its_status_and_who_should_come_again_learns_when(
-    error, status, code, after
-):
+def test_each_error_has_its_status_and_who_may_come_again_learns_when(error, status, code, after):
     found = as_api_error(error)
     assert (found.status, found.code) == (status, code)
     content = json.loads(bytes(response(found, "/v1/completions").body))

@@ -107,9 +107,7 @@ def test_what_is_no_schema_is_refused(grammars, schema, message):
         grammars.json_schema(schema)
 
 
-def test_what_is_no_regular_expression_no_lark_grammar_or_has_no_text_is_refused(
-    grammars, bundle_dir, decoder_dir
-):
+def test_no_regular_expression_lark_grammar_or_text_is_refused(grammars, bundle_dir, decoder_dir):
     with pytest.raises(UsageError, match="look-around") as error:
         grammars.regex("(?<=b)a")
     assert "\n" not in str(error.value)

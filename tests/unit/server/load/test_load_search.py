@@ -54,9 +54,7 @@ def test_the_highest_rate_within_limits_is_that_of_an_exhaustive_search():
     limits = LoadLimits(whole_ms=80)
     long = queue(0.5, 60)
     grid = np.arange(0.7, 1.05, 0.02) * CAPACITY
-    exhaustive = max(
-        rate for rate in grid if bad_share([long(rate, 99)], limits).value <= 1 - GOOD_SHARE
-    )
+    exhaustive = max(r for r in grid if bad_share([long(r, 99)], limits).value <= 1 - GOOD_SHARE)
     search = LoadSearch(queue(0.5, 20), limits)
     knee = search.knee(10)
     found = search.within_limits(knee.rate)

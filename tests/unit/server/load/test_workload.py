@@ -21,9 +21,7 @@ def bodies(load, count=50, seed=0):
 
 
 @given(st.floats(0.01, 1e4), st.integers(2, 500), st.integers(1, 1000), st.integers(0, 1000))
-def test_the_rate_of_a_window_is_exact_and_lengths_are_within_their_bounds(
-    rate, count, least, more
-):
+def test_the_rate_of_a_window_is_exact_and_lengths_are_within_bounds(rate, count, least, more):
     generator = np.random.default_rng(more)
     times = arrival_times(
         drawn(burstiness=(0.25, 1.0, 100.0)[count % 3]).gaps(count, generator), rate

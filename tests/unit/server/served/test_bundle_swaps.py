@@ -27,9 +27,7 @@ class StandInBundle:
 
     def report(self):
         names = ("decode", "prefill", "copy")[: len(self._seconds)]
-        return [
-            ProgramReport(name, "", each) for name, each in zip(names, self._seconds, strict=True)
-        ]
+        return [ProgramReport(name, "", s) for name, s in zip(names, self._seconds, strict=True)]
 
     def finish(self):
         self.done.append("finish")

@@ -10,17 +10,14 @@ import pytest
 ARENAS = """
 import ctypes, re, sys, threading
 from prejit.server.served.heap import use_few_arenas
-
 use_few_arenas()
 libc = ctypes.CDLL(None)
 together = threading.Barrier(12)
-
 def allocate():
     together.wait()
     for size in range(64, 4096):
         libc.malloc(size)
     together.wait()
-
 threads = [threading.Thread(target=allocate) for _ in range(12)]
 for each in threads:
     each.start()
@@ -45,7 +42,6 @@ def test_threads_share_few_arenas(chosen, expected, run_python, monkeypatch):
 FREED = """
 import ctypes, gc
 from prejit.server.served.heap import trim
-
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 blocks = [libc.malloc(10_000) for _ in range(10_000)]
@@ -56,15 +52,12 @@ class Block:
         self.cycle, self.pointer = self, pointer
     def __del__(self):
         libc.free(ctypes.c_void_p(self.pointer))
-
 gc.disable()
 for block in blocks[:-1]:  # the last one keeps the heap from ending before it
     Block(block)
-
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
-
 before = resident()
 trim()
 print(before - resident())
@@ -78,7 +71,6 @@ def test_free_memory_goes_back_to_the_system(run_python):
 
 SMALL_PAGES = """
 from prejit.server.served.heap import use_small_pages
-
 use_small_pages()
 print(open("/proc/self/status").read())
 """

@@ -78,9 +78,7 @@ def test_calls_of_a_request_are_recorded_with_their_results(engine, stand_in):
     assert called["arrays"].keys() == {"result.a.0", "result.b"}
 
 
-def test_a_replay_gives_each_call_its_seed_and_no_call_of_another_request_is_recorded(
-    engine, stand_in
-):
+def test_a_replay_gives_each_call_its_seed_and_records_no_call_of_others(engine, stand_in):
     calls = recorded(lambda: [engine.submit("a", seed=1) for _ in range(3)], [7, None])
     assert [call["seed"] for call in calls] == [7, 1, 1]
     assert [options["seed"] for options in stand_in.options] == [7, 1, 1]

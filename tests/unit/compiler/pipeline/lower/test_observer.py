@@ -205,9 +205,7 @@ def test_another_version_or_the_same_installed_again_is_noticed(tmp_path, monkey
 
 
 @pytest.mark.filterwarnings("ignore:Implicit None:DeprecationWarning")
-def test_code_copied_beside_packages_has_no_version_and_is_traced_at_every_build(
-    tmp_path, monkeypatch
-):
+def test_code_copied_beside_packages_has_no_version_and_is_always_traced(tmp_path, monkeypatch):
     packages = tmp_path / "site-packages"
     (packages / "damaged-1.dist-info").mkdir(parents=True)
     (packages / "damaged-1.dist-info" / "top_level.txt").write_text("toycopied\n")

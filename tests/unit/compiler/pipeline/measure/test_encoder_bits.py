@@ -70,9 +70,7 @@ def test_zeros_lose_nothing_where_they_stay_zeros():
     np.testing.assert_allclose(found, [1, 0, 0, 1])
 
 
-def test_places_are_all_matrices_but_published_ones_and_unseen_heads_are_int8(
-    tmp_path, monkeypatch
-):
+def test_places_are_matrices_but_published_ones_and_unseen_heads_are_int8(tmp_path, monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path)
     checkpoint, source = open_encoder(tmp_path, out_in=True), config_file.load_encoder(tmp_path)

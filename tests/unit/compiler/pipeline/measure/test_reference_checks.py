@@ -171,9 +171,7 @@ def endless(x):
     return lax.while_loop(lambda n: n != 7, lambda n: n + 2, x.shape[0] * 2)
 
 
-def test_a_loop_that_never_ends_loses_its_own_golden_answer_alone(
-    build_cache, tmp_path, monkeypatch, capsys
-):
+def test_an_endless_loop_loses_its_golden_answer_alone(build_cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(golden_answers, "_CALL_SECONDS", 1.0)
     args = ["float32[2]"]
     programs = [Program(fn.__name__, fn=fn, args=args) for fn in (endless, jnp.sin)]
