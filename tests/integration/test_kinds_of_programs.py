@@ -31,7 +31,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning, ManifestError, RejectError
 from prejit.runtime.format.checks.call_programs import check_static
-from prejit.runtime.format.constants import encode, same
+from prejit.runtime.format.constants import encode, forget_functions, same
 
 X = jnp.arange(4.0)
 
@@ -345,6 +345,20 @@ class LazyFields(Lazily):
 class LazilyReduced(Lazily):
     def __reduce__(self):
         return type(self), (self.k,)
+
+
+def clipped_adamw(steps):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)), schedule
+
+
+def test_a_schedule_of_optax_stays_the_same_when_its_first_call_makes_its_steps_a_float():
+    held, schedule = clipped_adamw(50)
+    before = encode(closed_over(held))
+    forget_functions()
+    schedule(10)
+    assert same(before, encode(closed_over(held)))
+    assert not same(before, encode(closed_over(clipped_adamw(51)[0])))
 
 
 @pytest.mark.parametrize("kind", [Lazily, LazyFields, LazilyReduced])
