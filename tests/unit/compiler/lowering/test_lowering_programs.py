@@ -53,6 +53,24 @@ def test_a_callback_is_refused_by_its_name_and_line(tmp_path):
         assert "no Python" in str(caught.value.hint)
 
 
+HIDDEN = """
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+hidden = Primitive("hidden")
+hidden.def_abstract_eval(lambda x: x)
+call = mlir.lower_fun(lambda x: jax.pure_callback(np.sin, x, x), multiple_results=False)
+mlir.register_lowering(hidden, call)
+def f(x):
+    return hidden.bind(x)
+"""
+
+
+def test_a_callback_that_only_the_lowered_program_shows_is_refused(tmp_path):
+    with pytest.raises(BuildError, match="without Python, found a callback that") as caught:
+        lower(tmp_path, HIDDEN)
+    assert "EQX_ON_ERROR=nan" in str(caught.value.hint)
+
+
 KERNEL = """
 def kernel(x, y):
     y[...] = x[...] + 1

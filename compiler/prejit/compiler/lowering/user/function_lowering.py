@@ -346,11 +346,15 @@ def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
         for name, place in find_calls(function, *CALLBACKS)
     ]
     if calls:
-        raise BuildError(
-            f"{what}: expected a function that runs without Python, found {', '.join(dict.fromkeys(calls))}",
-            hint="a bundle holds compiled programs and no Python: take the call out, or return its "
-            "arguments and do it after Bundle.call",
-        )
+        raise _calls_python(what, ", ".join(dict.fromkeys(calls)))
+
+
+def _calls_python(what: str, found: str, advice: str = "") -> BuildError:
+    return BuildError(
+        f"{what}: expected a function that runs without Python, found {found}",
+        hint="a bundle holds compiled programs and no Python: take the call out, or return its "
+        f"arguments and do it after Bundle.call{advice}",
+    )
 
 
 def _export_where_possible(
@@ -382,6 +386,12 @@ def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what:
     """Return the error for a function that does not lower for some platforms of the targets."""
     platforms = " and ".join(refused)
     error = next(iter(refused.values()))
+    if "serialization of host_callbacks" in str(error):  # jax.export
+        return _calls_python(
+            what,
+            "a callback that an operation of a library becomes when it is lowered",
+            "; environment variable EQX_ON_ERROR=nan makes checks of equinox and lineax give NaN instead",
+        )
     hint = (
         f"leave the targets of {platforms} out, or give that platform a form of its own with "
         "jax.lax.platform_dependent"
