@@ -117,6 +117,28 @@ def test_a_result_keeps_its_structure(tmp_path):
         assert lower(tmp_path, module).results_tree == tree
 
 
+MAPPING = """
+@jax.tree_util.register_pytree_with_keys_class
+class Mapping(dict):
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.DictKey("a"), self["a"])], twice
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(a=children[0])
+def twice(x):
+    return x * 2
+def f(x):
+    return twice(x["a"])
+def example():
+    return {"x": Mapping(a=np.ones(2))}
+"""
+
+
+def test_constants_of_arguments_keep_the_names_that_they_have_in_the_code(tmp_path):
+    tree = lower(tmp_path, MAPPING, args="mymodel:example").arguments_tree
+    assert '["name","mymodel:Mapping"],["name","mymodel:twice"]' in tree
+
+
 def test_an_odd_result_is_refused(tmp_path):
     dtypes = r"expected one of bool, .*, found"
     for returned, message, hint in (

@@ -87,10 +87,11 @@ def lower_function(
     """
     section = f"{at}: program {program.name!r}"
     shardings = Shardings(program.shardings, mesh, section)
-    with user.modules.in_use():
+    with user.modules.in_use():  # or their classes and functions would be constants without names
         example = user.example(spec.bucket, f"{section}: args")
+        taken = arrays_of(example, f"{section}: args", tuple(program.donate))
+        constants = [*taken.constants, *((encode(value), value) for value in spec.static.values())]
     leaves, structure = example.shapes, jax.tree.structure(example.value)
-    taken = arrays_of(example, f"{section}: args", tuple(program.donate))
     arguments = tuple(
         replace(array, sharding=shardings.of(array.path, array.shape)) for array in taken.arrays
     )
@@ -100,7 +101,6 @@ def lower_function(
     }
     call = _with_static(user, program, spec, section)
     returned: list[Arrays] = []
-    constants = [*taken.constants, *((encode(value), value) for value in spec.static.values())]
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
 
     def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
