@@ -407,6 +407,11 @@ def other_kind(path):
     path.mkdir()
 
 
+def linked(path):
+    path.replace(path.parent.parent / "moved")
+    path.symlink_to("../moved")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -414,6 +419,7 @@ def other_kind(path):
         (lambda at: (at / "a.txt").unlink(), "the file {}/a.txt"),
         (lambda at: (at / "listed" / "new").touch(), "{}/listed"),
         (lambda at: other_kind(at / "listed" / "one"), "{}/listed"),
+        (lambda at: linked(at / "listed" / "one"), "{}/listed"),
         (lambda at: (at / "new-1.0.dist-info").mkdir(), "{}"),
         (lambda at: (at / "link").unlink(), "where the link {}/link leads"),
     ],
