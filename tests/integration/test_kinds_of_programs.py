@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -359,6 +360,15 @@ def test_a_schedule_of_optax_stays_the_same_when_its_first_call_makes_its_steps_
     schedule(10)
     assert same(before, encode(closed_over(held)))
     assert not same(before, encode(closed_over(clipped_adamw(51)[0])))
+
+
+def test_a_weak_reference_counts_as_what_it_refers_to():
+    held = [Lazily(2.0), Lazily(2.0), Lazily(3.0)]
+    two, again, three = (encode(closed_over(weakref.ref(k))) for k in held)
+    assert same(two, again)
+    assert not same(two, three)
+    dead = weakref.ref(Lazily(2.0))
+    assert not same(two, encode(closed_over(dead)))
 
 
 @pytest.mark.parametrize("kind", [Lazily, LazyFields, LazilyReduced])

@@ -351,6 +351,8 @@ def _parts(value: Any) -> list[Any]:
             content = memoryview(value.__array__().ravel().view("uint8"))
             weak = getattr(value, "weak_type", False)
             return [str(value.dtype), value.shape, weak, digest_of(content)]
+        case "ReferenceType":  # a weak one; numpyro's transforms hold them
+            return [value()]
         case "flax.nnx.tracers.TraceState":  # where an object was made
             return []
     reduced = value.__reduce_ex__(4)
