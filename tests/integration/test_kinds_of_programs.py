@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -30,7 +31,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning, ManifestError, RejectError
 from prejit.runtime.format.checks.call_programs import check_static
-from prejit.runtime.format.constants import encode, same
+from prejit.runtime.format.constants import encode, forget_functions, same
 
 X = jnp.arange(4.0)
 IGNORED = "ignore::prejit.runtime.errors.FallbackWarning"
@@ -311,6 +312,29 @@ class LazyFields(Lazily):
 class LazilyReduced(Lazily):
     def __reduce__(self):
         return type(self), (self.k,)
+
+
+def clipped_adamw(steps):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)), schedule
+
+
+def test_a_schedule_of_optax_stays_the_same_when_its_first_call_makes_its_steps_a_float():
+    held, schedule = clipped_adamw(50)
+    before = encode(closed_over(held))
+    forget_functions()
+    schedule(10)
+    assert same(before, encode(closed_over(held)))
+    assert not same(before, encode(closed_over(clipped_adamw(51)[0])))
+
+
+def test_a_weak_reference_counts_as_what_it_refers_to():
+    held = [Lazily(2.0), Lazily(2.0), Lazily(3.0)]
+    two, again, three = (encode(closed_over(weakref.ref(k))) for k in held)
+    assert same(two, again)
+    assert not same(two, three)
+    dead = weakref.ref(Lazily(2.0))
+    assert not same(two, encode(closed_over(dead)))
 
 
 @pytest.mark.parametrize("kind", [Lazily, LazyFields, LazilyReduced])

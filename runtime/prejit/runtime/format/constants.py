@@ -49,6 +49,8 @@ _BASE_LIBRARIES = {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "ml_dtype
 """Packages whose classes give pickle all that counts, and whose functions read no globals that do."""
 _OF_PYTHON = {each: f"types:{name}" for name, each in vars(types).items() if isinstance(each, type)}
 """Names of the classes of None and the like, which builtins does not have."""
+_OF_OPTAX = "optax.schedules._schedule:cosine_decay_schedule.<locals>.schedule"
+"""A function that computes with floats. Its first call makes an int that it closes over one."""
 _CONTAINERS: dict[str, Any] = {each.__name__: each for each in (tuple, list, set, frozenset)}
 _asked: set[tuple[int, int]] = set()
 """Each is a thread, and an object whose cached properties it computes again."""
@@ -316,6 +318,8 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         held = value.__closure__ or ()
         cells = [[] if cell == types.CellType() else [cell.cell_contents] for cell in held]
+        if _name_of(value) == _OF_OPTAX:
+            cells = [[float(v) if isinstance(v, int) else v for v in cell] for cell in cells]
         known, code, kept = value.__globals__, value.__code__, value.__dict__
         names, attributes = _globals_of(code)
         is_read = not is_base(known.get("__name__"))
@@ -347,6 +351,8 @@ def _parts(value: Any) -> list[Any]:
             content = memoryview(value.__array__().ravel().view("uint8"))
             weak = getattr(value, "weak_type", False)
             return [str(value.dtype), value.shape, weak, digest_of(content)]
+        case "ReferenceType":  # a weak one; numpyro's transforms hold them
+            return [value()]
         case "flax.nnx.tracers.TraceState":  # where an object was made
             return []
     reduced = value.__reduce_ex__(4)

@@ -70,13 +70,23 @@ def _source(name: str) -> bytes:
 def _spec(name: str) -> Any:
     """Return where Python would find a module. No code of a package runs."""
     package = name.rpartition(".")[0]
-    places = None
-    if package:
-        found: Any = sys.modules[package].__spec__ if package in sys.modules else _spec(package)
-        if found.origin is None:  # a namespace package, which has no code
-            import_module(package)
-        places = found.submodule_search_locations
+    places = _places(package) if package else None
     return next(filter(None, (each.find_spec(name, places) for each in sys.meta_path)))
+
+
+def _places(package: str) -> Any:
+    """Return the directories of a package."""
+    if package in sys.modules:
+        found: Any = sys.modules[package].__spec__
+    else:
+        parent, _, own = package.rpartition(".")
+        try:
+            found = _spec(package)
+        except KeyError:  # a namespace package in one that is not imported
+            return [str(Path(each, own)) for each in _places(parent)]
+    if found.origin is None:  # a namespace package, which has no code
+        import_module(package)
+    return found.submodule_search_locations
 
 
 def place_in_file(function: types.FunctionType) -> tuple[int, ...] | None:

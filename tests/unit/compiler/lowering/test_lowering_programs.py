@@ -53,6 +53,24 @@ def test_a_callback_is_refused_by_its_name_and_line(tmp_path):
         assert "no Python" in str(caught.value.hint)
 
 
+HIDDEN = """
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+hidden = Primitive("hidden")
+hidden.def_abstract_eval(lambda x: x)
+call = mlir.lower_fun(lambda x: jax.pure_callback(np.sin, x, x), multiple_results=False)
+mlir.register_lowering(hidden, call)
+def f(x):
+    return hidden.bind(x)
+"""
+
+
+def test_a_callback_that_only_the_lowered_program_shows_is_refused(tmp_path):
+    with pytest.raises(BuildError, match="without Python, found a callback that") as caught:
+        lower(tmp_path, HIDDEN)
+    assert "EQX_ON_ERROR=nan" in str(caught.value.hint)
+
+
 KERNEL = """
 def kernel(x, y):
     y[...] = x[...] + 1
@@ -97,6 +115,28 @@ def test_a_result_keeps_its_structure(tmp_path):
     ):
         module = f"import collections\ndef f(x):\n    return {returned}\n"
         assert lower(tmp_path, module).results_tree == tree
+
+
+MAPPING = """
+@jax.tree_util.register_pytree_with_keys_class
+class Mapping(dict):
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.DictKey("a"), self["a"])], twice
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(a=children[0])
+def twice(x):
+    return x * 2
+def f(x):
+    return twice(x["a"])
+def example():
+    return {"x": Mapping(a=np.ones(2))}
+"""
+
+
+def test_constants_of_arguments_keep_the_names_that_they_have_in_the_code(tmp_path):
+    tree = lower(tmp_path, MAPPING, args="mymodel:example").arguments_tree
+    assert '["name","mymodel:Mapping"],["name","mymodel:twice"]' in tree
 
 
 def test_an_odd_result_is_refused(tmp_path):

@@ -225,12 +225,13 @@ def test_what_code_asks_of_paths_without_an_event_is_noted(tmp_path):
     now, file = str(tmp_path / "now"), str(tmp_path / "real" / "file")
     code = (
         f"os.path.realpath({now!r}), os.access({file + 'x'!r}, os.R_OK)\n"
+        f"os.path.lexists({file + 'y'!r})\n"
         f"directory = os.open({str(tmp_path / 'real')!r}, os.O_RDONLY)\n"
         "os.close(os.open('file', os.O_RDONLY, dir_fd=directory))\n"
         "assert os.stat in os.supports_dir_fd and os.stat(0)\n"
     )
-    read, effects = watched(tmp_path, code, (now, file, file + "x"))["own"]
-    assert read == {now: "real", file + "x": 0, file: input_facts.identity_of(file)}
+    read, effects = watched(tmp_path, code, (now, file, file + "x", file + "y"))["own"]
+    assert read == {now: "real", file + "x": 0, file + "y": 0, file: input_facts.identity_of(file)}
     assert effects is None
 
 

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.constants import encode
 from prejit.runtime.jitted import function_sources
 from prejit.runtime.jitted.jit_call import function_state
@@ -117,3 +118,15 @@ def test_a_script_has_the_name_of_its_file(monkeypatch, spec, file, name):
     monkeypatch.setitem(sys.modules, "__main__", script)
     assert function_sources.module_name("__main__") == name
     assert function_sources.module_name("app.layers") == "app.layers"
+
+
+def test_a_module_is_found_in_a_namespace_package_inside_of_one_that_is_not_imported(
+    tmp_path, monkeypatch
+):
+    inner = tmp_path / "prejit_outer" / "without_init" / "deeper"
+    inner.mkdir(parents=True)
+    (tmp_path / "prejit_outer" / "__init__.py").write_text("raise ImportError")
+    (inner / "module.py").write_text("k = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    place = "module prejit_outer.without_init.deeper.module"
+    assert function_sources.sources([place]) == {place: digest_of(b"k = 1")}

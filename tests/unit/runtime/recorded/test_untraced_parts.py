@@ -384,16 +384,24 @@ def test_inputs_are_compared_up_to_the_call(files):
     assert comparison.difference(2) == f"the file {files / 'absent.txt'}"
 
 
+def other_kind(path):
+    path.unlink()
+    path.mkdir()
+
+
+def linked(path):
+    path.replace(path.parent.parent / "moved")
+    path.symlink_to("../moved")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda at: (at / "a.txt").write_text("two"), "the file {}/a.txt"),
         (lambda at: (at / "a.txt").unlink(), "the file {}/a.txt"),
         (lambda at: (at / "listed" / "new").touch(), "{}/listed"),
-        (
-            lambda at: (at / "listed" / "one").unlink() or (at / "listed" / "one").mkdir(),
-            "{}/listed",
-        ),
+        (lambda at: other_kind(at / "listed" / "one"), "{}/listed"),
+        (lambda at: linked(at / "listed" / "one"), "{}/listed"),
         (lambda at: (at / "new-1.0.dist-info").mkdir(), "{}"),
         (lambda at: (at / "link").unlink(), "where the link {}/link leads"),
     ],

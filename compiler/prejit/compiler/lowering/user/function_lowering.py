@@ -87,10 +87,11 @@ def lower_function(
     """
     section = f"{at}: program {program.name!r}"
     shardings = Shardings(program.shardings, mesh, section)
-    with user.modules.in_use():
+    with user.modules.in_use():  # or their classes and functions would be constants without names
         example = user.example(spec.bucket, f"{section}: args")
+        taken = arrays_of(example, f"{section}: args", tuple(program.donate))
+        constants = [*taken.constants, *((encode(value), value) for value in spec.static.values())]
     leaves, structure = example.shapes, jax.tree.structure(example.value)
-    taken = arrays_of(example, f"{section}: args", tuple(program.donate))
     arguments = tuple(
         replace(array, sharding=shardings.of(array.path, array.shape)) for array in taken.arrays
     )
@@ -100,7 +101,6 @@ def lower_function(
     }
     call = _with_static(user, program, spec, section)
     returned: list[Arrays] = []
-    constants = [*taken.constants, *((encode(value), value) for value in spec.static.values())]
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
 
     def function(weights: Mapping[str, Any], *data: Any, call: Callable[..., Any] = call) -> Any:
@@ -346,11 +346,15 @@ def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
         for name, place in find_calls(function, *CALLBACKS)
     ]
     if calls:
-        raise BuildError(
-            f"{what}: expected a function that runs without Python, found {', '.join(dict.fromkeys(calls))}",
-            hint="a bundle holds compiled programs and no Python: take the call out, or return its "
-            "arguments and do it after Bundle.call",
-        )
+        raise _calls_python(what, ", ".join(dict.fromkeys(calls)))
+
+
+def _calls_python(what: str, found: str, advice: str = "") -> BuildError:
+    return BuildError(
+        f"{what}: expected a function that runs without Python, found {found}",
+        hint="a bundle holds compiled programs and no Python: take the call out, or return its "
+        f"arguments and do it after Bundle.call{advice}",
+    )
 
 
 def _export_where_possible(
@@ -382,6 +386,12 @@ def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what:
     """Return the error for a function that does not lower for some platforms of the targets."""
     platforms = " and ".join(refused)
     error = next(iter(refused.values()))
+    if "serialization of host_callbacks" in str(error):  # jax.export
+        return _calls_python(
+            what,
+            "a callback that an operation of a library becomes when it is lowered",
+            "; environment variable EQX_ON_ERROR=nan makes checks of equinox and lineax give NaN instead",
+        )
     hint = (
         f"leave the targets of {platforms} out, or give that platform a form of its own with "
         "jax.lax.platform_dependent"

@@ -127,8 +127,8 @@ class ProcessWatch:
             path = os.path.join(self._facts.link_of(f"/proc/self/fd/{directory}") or "", path)
         if kind != "files":
             self._path(kind, path)
-            if self._facts.link_of(path) is not None:
-                self._path("links", path)
+            is_link = self._facts.link_of(path) is not None
+            self._path("links" if is_link else "kinds", path)  # lstat tells of both
         elif directory is not None:
             self._busy.add(thread)
             self._opened(path, None, flags)

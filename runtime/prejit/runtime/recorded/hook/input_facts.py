@@ -56,10 +56,12 @@ def link_of(path: str) -> str | None:
 
 
 def listing_digest(path: str) -> str | None:
-    """Return a digest of a directory: its names, and which are directories; None: it cannot be listed."""
+    """Return a digest of a directory: its names, directories and links; None: it cannot be listed."""
     try:
         with os.scandir(path) as found:
-            names = sorted(f"{each.name}{'/' * each.is_dir()}" for each in found)
+            names = sorted(
+                f"{each.name}{'//' * each.is_symlink()}{'/' * each.is_dir()}" for each in found
+            )
     except OSError:
         return None
     return _digest_of(names)
