@@ -218,7 +218,7 @@ def decode(content: bytes, decoder: msgspec.json.Decoder[T], *, ignore_unknown: 
             raise field_error(
                 found["at"],
                 f"expected {known}, found {found['value']:.80}: this server does not support others",
-                code="invalid_type",
+                code="invalid_value",
             ) from error
         if not str(error).startswith(_UNKNOWN):
             raise

@@ -426,4 +426,5 @@ def _described(call: ToolCall) -> AnswerToolCall:
 
 
 def _reason(reason: str, *, called: bool) -> Reason:
-    return "tool_calls" if called else engine_calls.openai_reason(reason)
+    found = engine_calls.openai_reason(reason)
+    return "tool_calls" if called and found == "stop" else found

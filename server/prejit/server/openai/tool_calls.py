@@ -160,10 +160,12 @@ class ForcedReader:
         return []
 
     def finish(self) -> Parts:
-        """Return the calls; the text itself if it was cut off by a limit."""
-        value = _decoded(self._text)
+        """Return the calls, or the text itself. Of a list that a limit cut off they are the whole ones."""
+        value, end = _decoded(self._text), len(self._text)
         if self._name is not None:
             return [self._text if value is None else ToolCall(self._name, self._text.strip())]
+        while value is None and (end := self._text.rfind("}", 0, end)) >= 0:
+            value = _decoded(self._text[: end + 1] + "]")
         calls = [_call(each) for each in value] if isinstance(value, list) else [None]
         found: Parts = [call for call in calls if call is not None]
         return found if len(found) == len(calls) else [self._text]

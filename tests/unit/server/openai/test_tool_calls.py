@@ -105,6 +105,8 @@ def test_forced_answers_are_calls_and_parallel_ones_are_dropped_where_one_is_the
     assert forced("add", '{"a": ') == ['{"a": ']
     assert forced(None, '[{"name": "add", "arguments": {"a": 1}}]') == [("add", {"a": 1})]
     assert forced(None, '[{"name": "add"') == ['[{"name": "add"']
+    cut = '[{"name": "add", "arguments": {"a": "}]"}}, {"name": "add", "arguments": {"a": {"b": 1}'
+    assert forced(None, cut) == [("add", {"a": "}]"})]
     numbers = [1.10, 12345678901234567890123, Decimal("0.12345678901234567890"), Decimal("1E+999")]
     written = ",".join(map(str, numbers))
     reader = ForcedReader(None)
