@@ -282,7 +282,8 @@ def test_another_machine_compiles_what_it_needs_alike(built, bundle, tmp_path, m
     texts = ["a b c", "d " * 20]
     assert np.abs(fallen.encode(texts) - bundle.encode(texts)).max() <= 1e-5
     compiled = [r for r in fallen.report() if r.source == "compiled"]
-    assert 2 <= len(compiled) <= 5, "only the shapes that serve these sentences"
+    # Three programs of each shape, as far as they were ready.
+    assert 2 <= len(compiled) <= 6, "only the shapes that serve these sentences"
     # What is ready serves a sentence whose own shape is not.
     used = next(iter(fallen.encode_batch(["a"]).stats.buckets))
     assert used in {"1x16", "1x32", "2x32"}
