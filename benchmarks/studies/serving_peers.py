@@ -60,7 +60,7 @@ KINDS = {
     LONG_CONTEXT: "serving-bursts",
     SHARED_CONTEXT: "serving-shared",
 }
-"""What results and bundles are called, by context."""
+"""The name of the results by the context of the bundles, whose names begin with it."""
 LONG_PROMPTS = (64, 256)
 """Prompt buckets of bundles for prompts of many lengths."""
 START_SECONDS = 120

@@ -1,4 +1,4 @@
-"""What is called in bundles of the user's programs."""
+"""Fixtures that note which programs of a bundle are called."""
 
 import pytest
 

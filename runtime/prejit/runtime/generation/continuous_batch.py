@@ -368,7 +368,7 @@ class Batch(Slots):
                 self._insertions.remove(insertion)
                 seconds = time.perf_counter() - started
                 self._enter(done.value, insertion.seconds + seconds, insertion.evicted)
-                if self._computed:  # a chunk before a decode step ran beside that, unseen here
+                if self._computed:  # nobody waited here for the chunks before a decode step
                     self._position_seconds = (self._stalled_seconds + seconds) / self._computed
                 return False
             finally:

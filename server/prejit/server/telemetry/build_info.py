@@ -45,6 +45,5 @@ def _build(served: Served) -> dict[str, str]:
     }
 
 
-_version = functools.cache(
-    metadata.version
-)  # to look for one takes a millisecond and leaves garbage
+# To look for a version takes a millisecond and leaves garbage.
+_version = functools.cache(metadata.version)

@@ -127,8 +127,9 @@ class ProcessWatch:
             path = os.path.join(self._facts.link_of(f"/proc/self/fd/{directory}") or "", path)
         if kind != "files":
             self._path(kind, path)
+            # lstat says where there is a link, and of any other path what it is, or that there is none.
             is_link = self._facts.link_of(path) is not None
-            self._path("links" if is_link else "kinds", path)  # lstat tells of both
+            self._path("links" if is_link else "kinds", path)
         elif directory is not None:
             self._busy.add(thread)
             self._opened(path, None, flags)
