@@ -10,9 +10,9 @@ import jax
 from flax import nnx
 
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.attention import LayerCache, NewTokens
 from prejit.compiler.models.layers.experts import ExpertGate, Routing
-from prejit.compiler.models.layers.layer_config import LayerCache, Split, require, unsupported
+from prejit.compiler.models.layers.layer_config import Split, require, unsupported
 from prejit.compiler.models.layers.linear import RMSNorm
 
 

@@ -28,8 +28,7 @@ from prejit.compiler.models.families.decoder_family import (
 )
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import forms_while_tracing, rope
-from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.layer_config import KVCache, LayerCache, empty_layer
+from prejit.compiler.models.layers.attention import KVCache, LayerCache, NewTokens, empty_layer
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     XIELU,

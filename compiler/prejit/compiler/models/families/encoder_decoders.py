@@ -28,9 +28,15 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.models.families import sentence
-from prejit.compiler.models.layers.attention import NewTokens, attention, attention_to_all
-from prejit.compiler.models.layers.cache_rows import stored_rows
-from prejit.compiler.models.layers.layer_config import LayerCache, empty_layer, require, unsupported
+from prejit.compiler.models.layers.attention import (
+    LayerCache,
+    NewTokens,
+    attention,
+    attention_to_all,
+    empty_layer,
+    stored_rows,
+)
+from prejit.compiler.models.layers.layer_config import require, unsupported
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     Embedding,
