@@ -27,10 +27,11 @@ from prejit.compiler.base.json_file import read_list, read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import Encode
 from prejit.compiler.models.families.layout_settings import HINT, LAYOUT, expect, known_keys
-from prejit.compiler.models.families.pair_template import PairTemplate, of_chat
 from prejit.compiler.models.families.score_layout import (
     Answers,
+    PairTemplate,
     message_form,
+    of_chat,
     read_answers,
     score_activation,
     template_of,
