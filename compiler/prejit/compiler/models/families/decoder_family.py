@@ -255,7 +255,7 @@ class DecoderFamily:
         is_latent: whether attention is that of latent_attention.py.
         gates_attention: whether each head of queries has a gate of its results, beside it in one matrix.
         layer_embeddings: returns the width of what each layer adds of a token's embedding for this layer
-            (layer_embeddings.py); 0: there are none.
+            (decoder_parts.py); 0: there are none.
     """
 
     names: DecoderNames = DecoderNames()

@@ -1,6 +1,6 @@
 """The table of decoders: for each model_type how it differs from Llama, and what it reads of config.json.
 
-llama_like_table.py and older_decoder_table.py have more, mixture_table.py those with experts.
+further_decoder_table.py has more, mixture_table.py those with experts.
 
 A family that differs from one here in names, norms, biases or the like is a row. Logits agree with those of
 transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:

@@ -29,7 +29,7 @@ from prejit.compiler.models.families.decoder_table import (
 )
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.families.llama_like_table import with_sinks
+from prejit.compiler.models.families.further_decoder_table import with_sinks
 from prejit.compiler.models.families.mixture_table import (
     GRANITE_SHARED,
     MIXTRAL,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import AnswersTable
