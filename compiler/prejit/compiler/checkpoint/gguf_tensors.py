@@ -1,7 +1,7 @@
 """Read the tensors of a GGUF file, by llama.cpp's package `gguf`, for a model that config.json describes.
 
 The file says what it computes in less detail than config.json does (Llama 3's rope has no parameters there),
-so what it says must not contradict config.json (gguf_metadata.py). Without one gguf_directory.py makes it.
+so what it says must not contradict config.json (gguf_metadata.py). Without one model_source.py makes it.
 llama.cpp writes some tensors in another order or form, which is undone:
 
     llama, mistral  rows of q and k: the two halves of a head, which RoPE turns together, lie in turns
