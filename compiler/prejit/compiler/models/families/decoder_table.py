@@ -53,7 +53,7 @@ from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
 from prejit.compiler.models.layers.causal_convolution import ShortConvolution
 from prejit.compiler.models.layers.config_checks import checks_of
-from prejit.compiler.models.layers.layer_config import Naming, require
+from prejit.compiler.models.layers.layer_config import Naming
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
 
 _SIZES = (
@@ -100,13 +100,14 @@ def rotary(
     grouped: bool = True,
     build: Callable[[Any, int | None], TextDecoder] | None = None,
     check: Callable[[Any], None] | None = None,
+    multiples: tuple[tuple[str, str], ...] = (),
     **allowed: Any,
 ) -> Family:
     """Return a family whose heads turn.
 
     `keys` are those that it reads beside the ones that its fields name, and `allowed` gives the supported
     values of keys. `grouped`: whether query heads may share a key/value head. `build` and `check` take
-    the place of the family's.
+    the place of the family's; `multiples` are others than that of heads.
     """
     groups = ("num_key_value_heads",) if grouped else ()
     windows = {"": (), "each": ("sliding_window",), "by type": ("sliding_window", "layer_types")}
@@ -117,7 +118,7 @@ def rotary(
         checks_of(*_SIZES, *groups, *family.keys, *of_windows, *keys),
         activation=family.activation,
         allowed=allowed,
-        multiples=tuple(("num_attention_heads", key) for key in groups),
+        multiples=(*(("num_attention_heads", key) for key in groups), *multiples),
         check=check or family.heads,
     )
 
@@ -330,13 +331,7 @@ def _lfm2_inner(config: Any, layer: int) -> int:
     return int(step * ((inner + step - 1) // step))
 
 
-def check_lfm2(family: DecoderFamily, config: Any) -> None:
-    """Check the kinds of layers."""
-    for kind in config.layer_types:
-        require(config, "layer_types", kind, ["full_attention", "conv"])
-    family.heads(config)
-
-
+LFM2_KINDS = ("full_attention", "conv")
 LFM2 = DecoderFamily(
     DecoderNames(
         norm="embedding_norm",
@@ -443,7 +438,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "granite": rotary(GRANITE, *MULTIPLIERS),
     "helium": rotary(replace(LLAMA, output_bias=False, is_interleaved=True)),
     "hunyuan_v1_dense": rotary(HUNYUAN),
-    "lfm2": rotary(LFM2, *_LFM2_KEYS, check=partial(check_lfm2, LFM2)),
+    "lfm2": rotary(LFM2, *_LFM2_KEYS, layer_types=LFM2_KINDS),
     "llama": rotary(LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
     "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=TEXT_PART),

@@ -30,9 +30,9 @@ from prejit.compiler.models.families.decoder_family import (
 from prejit.compiler.models.families.decoder_table import (
     HEAD_NORMS,
     LFM2,
+    LFM2_KINDS,
     MULTIPLIERS,
     TEXT_PART,
-    check_lfm2,
     rotary,
 )
 from prejit.compiler.models.families.decoders import TextDecoder
@@ -49,18 +49,20 @@ from prejit.compiler.models.families.mixture_table import (
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.experts import Routing
 from prejit.compiler.models.layers.gated_delta import GatedDelta, GatedDeltaSettings
-from prejit.compiler.models.layers.layer_config import Naming, Stacked, require, unsupported
+from prejit.compiler.models.layers.layer_config import Naming, Stacked
 from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm
 from prejit.compiler.models.layers.mamba2 import Mamba2, Mamba2Settings
 
 _ATTENTION = ("full_attention", "attention")
 """The kinds of layers with attention; the second name is that of older files."""
 _STATE = ("linear_attention", "mamba")
+_KINDS = (*_ATTENTION, *_STATE, "hybrid")
 
 _MAMBA2_KEYS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
 )
+_MAMBA2_GROUPS = (("mamba_n_heads", "mamba_n_groups"),)
 
 
 def _mamba2(config: Any, **changes: Any) -> Mamba2:
@@ -158,24 +160,6 @@ def _gated_delta(config: Any, *, is_joined: bool) -> GatedDelta:
             is_joined=is_joined,
         )
     )
-
-
-def _in_groups(heads: str, groups: str, family: DecoderFamily) -> Callable[[Any], None]:
-    """Return the check that groups divide heads of a state."""
-
-    def check(config: Any) -> None:
-        for kind in getattr(config, "layer_types", ()):
-            require(config, "layer_types", kind, [*_ATTENTION, *_STATE, "hybrid"])
-        _divides(config, heads, groups)
-        family.heads(config)
-
-    return check
-
-
-def _divides(config: Any, heads: str, groups: str) -> None:
-    count, by = getattr(config, heads), getattr(config, groups)
-    if count % by:
-        raise unsupported(config, f"{heads}: expected a multiple of {groups} = {by}, found {count}")
 
 
 _GRANITE_HYBRID = replace(
@@ -308,14 +292,6 @@ _NEMOTRON_H = DecoderFamily(
 _NEMOTRON_MATRICES = (_NEMOTRON_H.names.experts_up, _NEMOTRON_H.names.experts_down)
 
 
-def _check_nemotron_h(config: Any) -> None:
-    for kind in config.layer_types:
-        require(config, "layer_types", kind, [*_ATTENTION, *_STATE, "mlp", "moe"])
-    require(config, "mamba_hidden_act", config.mamba_hidden_act, ACTIVATIONS)
-    _divides(config, "mamba_num_heads", "n_groups")
-    check_groups(_NEMOTRON_H, corrected, config)
-
-
 _DELTA = States(
     partial(_gated_delta, is_joined=False),
     lambda config, layer: config.layer_types[layer] in _STATE,
@@ -369,7 +345,8 @@ def _qwen(family: DecoderFamily, *keys: str) -> Family:
         *_DELTA_KEYS,
         *keys,
         naming=naming,
-        check=_in_groups("linear_num_value_heads", "linear_num_key_heads", family),
+        multiples=(("linear_num_value_heads", "linear_num_key_heads"),),
+        layer_types=_KINDS,
     )
 
 
@@ -379,7 +356,8 @@ HYBRIDS: Mapping[str, Family] = {
         *_MAMBA2_KEYS,
         "attn_layer_indices",
         "layer_types",
-        check=_in_groups("mamba_n_heads", "mamba_n_groups", _BAMBA),
+        multiples=_MAMBA2_GROUPS,
+        layer_types=_KINDS,
     ),
     "falcon_h1": rotary(
         _FALCON_H1,
@@ -387,13 +365,15 @@ HYBRIDS: Mapping[str, Family] = {
         *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
         *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "mlp_multipliers"),
         *("embedding_multiplier", "lm_head_multiplier", "layer_types"),
-        check=_in_groups("mamba_n_heads", "mamba_n_groups", _FALCON_H1),
+        multiples=_MAMBA2_GROUPS,
+        layer_types=_KINDS,
     ),
     "granitemoehybrid": rotary(
         _GRANITE_HYBRID,
         *(*MULTIPLIERS, *_MAMBA2_KEYS, "layer_types"),
         position_embedding_type=("rope", "nope", None),
-        check=_in_groups("mamba_n_heads", "mamba_n_groups", _GRANITE_HYBRID),
+        multiples=_MAMBA2_GROUPS,
+        layer_types=_KINDS,
     ),
     "lfm2_moe": rotary(
         _LFM2_MOE,
@@ -407,7 +387,7 @@ HYBRIDS: Mapping[str, Family] = {
             ),
         ),
         use_expert_bias=(True,),
-        check=partial(check_lfm2, _LFM2_MOE),
+        layer_types=LFM2_KINDS,
     ),
     "mamba2": Family(
         partial(TextDecoder, _MAMBA2),
@@ -423,7 +403,9 @@ HYBRIDS: Mapping[str, Family] = {
             *("use_bias", "use_conv_bias", "time_step_limit", "hidden_act", "layer_types"),
             "layer_norm_epsilon",
         ),
-        check=_in_groups("num_heads", "n_groups", _MAMBA2),
+        allowed={"layer_types": _KINDS},
+        multiples=(("num_heads", "n_groups"),),
+        check=_MAMBA2.heads,
         positions=lambda config: 2**31 - 1,  # a state has no end
     ),
     "nemotron_h": Family(
@@ -452,9 +434,14 @@ HYBRIDS: Mapping[str, Family] = {
             *("n_group", "topk_group", "norm_topk_prob"),
         ),
         activation=_NEMOTRON_H.activation,
-        allowed={"mlp_bias": (False,), "tie_word_embeddings": (False,)},
-        multiples=(("num_attention_heads", "num_key_value_heads"),),
-        check=_check_nemotron_h,
+        allowed={
+            "mlp_bias": (False,),
+            "tie_word_embeddings": (False,),
+            "layer_types": (*_ATTENTION, *_STATE, "mlp", "moe"),
+            "mamba_hidden_act": tuple(ACTIVATIONS),
+        },
+        multiples=(("num_attention_heads", "num_key_value_heads"), ("mamba_num_heads", "n_groups")),
+        check=partial(check_groups, _NEMOTRON_H, corrected),
     ),
     "qwen3_5_moe_text": _qwen(_QWEN3_5_MOE, "shared_expert_intermediate_size"),
     "qwen3_5_text": _qwen(_QWEN3_5),

@@ -202,6 +202,10 @@ def corrected(config: Any) -> Routing:
     )
 
 
+DENSE_OR_SPARSE = ("dense", "sparse")
+"""The kinds of MLPs of layers."""
+
+
 def _is_sparse(config: Any, layer: int) -> bool:
     return bool(config.mlp_layer_types[layer] == "sparse")
 
@@ -304,12 +308,6 @@ _HUNYUAN_MOE = replace(
 )
 
 
-def _check_kinds(family: DecoderFamily, config: Any) -> None:
-    for kind in config.mlp_layer_types:
-        require(config, "mlp_layer_types", kind, ["dense", "sparse"])
-    check_groups(family, corrected, config)
-
-
 def _check_hunyuan(config: Any) -> None:
     first = _one_for_all_layers(config)
     for chosen in config.moe_topk if isinstance(config.moe_topk, list) else ():
@@ -399,16 +397,19 @@ MIXTURES: Mapping[str, Family] = {
         naming=_with_correction(
             stacked_experts(_EXAONE_MOE.names, *PROJECTIONS), "mlp", "mlp.gate", "mtp."
         ),
-        check=partial(_check_kinds, _EXAONE_MOE),
+        mlp_layer_types=DENSE_OR_SPARSE,
+        check=partial(check_groups, _EXAONE_MOE, corrected),
     ),
     "flex_olmo": rotary(_FLEX_OLMO, naming=stacked_experts(_FLEX_OLMO.names, *PROJECTIONS)),
     "glm4_moe": replace(
         _deepseek(_GLM4_MOE, corrected, "norm_topk_prob", use_qk_norm=(False, True)),
         build=partial(normed_if_large, _GLM4_MOE),
     ),
-    "glm4_moe_lite": replace(
-        _deepseek(_GLM4_MOE_LITE, corrected, "norm_topk_prob", "mlp_layer_types"),
-        check=partial(_check_kinds, _GLM4_MOE_LITE),
+    "glm4_moe_lite": _deepseek(
+        _GLM4_MOE_LITE,
+        corrected,
+        *("norm_topk_prob", "mlp_layer_types"),
+        mlp_layer_types=DENSE_OR_SPARSE,
     ),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
