@@ -42,10 +42,7 @@ _WINDOW, _WINDOWS, _BASE_SWA = (
     "attention.sliding_window_pattern",
     "rope.freq_base_swa",
 )
-_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _READ_OF = {
     "gemma2": {_WINDOW, *_CAPS},
     "gemma3": {_WINDOW, _WINDOWS, _BASE_SWA, "final_logit_softcapping"},
@@ -134,7 +131,7 @@ def config_of(
     if (layers := _MOST_LAYERS_BY_HEAD.get(architecture)) is not None:
         scaled = given if said["block_count"] == layers else size
         config |= {"query_pre_attn_scalar": scaled, "sliding_window": said[_WINDOW]}
-        config |= {ours: said.get(key) for key, ours in _CAPS.items()}
+        config |= {key: said.get(key) for key in _CAPS}
     if architecture == "gemma3":
         if said.get(_WINDOWS, _GEMMA3_PERIOD) != _GEMMA3_PERIOD:
             raise unsupported(f"{path}: {_WINDOWS}: expected 6, found {said[_WINDOWS]}")
