@@ -47,7 +47,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, States
+from prejit.compiler.models.families.decoder_family import (
+    DecoderFamily,
+    DecoderNames,
+    Factors,
+    States,
+)
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
@@ -203,14 +208,23 @@ EXAONE4 = DecoderFamily(
         config.sliding_window is None or in_sliding_layers(config, layer)
     ),
 )
+
+
+def _granite_factors(config: Any) -> Factors:
+    scale = float(config.residual_multiplier)
+    return Factors(attention=scale, state=scale, mlp=scale)
+
+
 GRANITE = replace(
     LLAMA,
     scale=lambda config, layer: config.attention_multiplier,
     embedding_scale=lambda config: config.embedding_multiplier,
     logit_scale=lambda config: 1 / config.logits_scaling,
-    residual_scale="residual_multiplier",
+    factors=_granite_factors,
 )
-MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
+MULTIPLIERS = (
+    *("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+)
 _SMOLLM3 = replace(
     LLAMA, windows="by type", turns_layer=lambda config, layer: bool(config.no_rope_layers[layer])
 )
@@ -301,7 +315,7 @@ COHERE2 = DecoderFamily(
     windows="by type",
     logit_scale=lambda config: config.logit_scale,
 )
-_COHERE = replace(COHERE2, turns_layer=None, windows="", norms_heads="own")
+_COHERE = replace(COHERE2, turns_layer=LLAMA.turns_layer, windows="", norms_heads="own")
 
 
 def normed_if_large(family: DecoderFamily, config: Any, context: int | None) -> TextDecoder:

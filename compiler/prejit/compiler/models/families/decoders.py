@@ -184,7 +184,7 @@ class Block(nnx.Module):
         self.query_norm = names.head_norms[0] if names.head_norms else ""
         self.norms_heads, self.has_qkv_by_head = family.norms_heads, family.has_qkv_by_head
         self.is_parallel: bool = family.of(config, family.is_parallel)
-        self.factors = family.block_factors(config)
+        self.factors = family.factors(config)
         self.activation: str = getattr(config, family.activation) if family.activation else "silu"
         self.has_xielu = self.activation == "xielu"
         self.clip: float | None = getattr(config, family.clip) if family.clip else None
