@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -253,6 +254,7 @@ class DecoderFamily:
         factors: returns the factors of what the parts of a block read and add.
         is_latent: whether attention is that of latent_attention.py.
         gates_attention: whether each head of queries has a gate of its results, beside it in one matrix.
+        gates_heads: whether the gate that is a matrix of its own has one number for each head.
         layer_embeddings: returns the width of what each layer adds of a token's embedding for this layer
             (decoder_parts.py); 0: there are none.
     """
@@ -300,6 +302,7 @@ class DecoderFamily:
     factors: Callable[[Any], Factors] = lambda config: Factors()
     is_latent: bool = False
     gates_attention: bool = False
+    gates_heads: bool = False
     layer_embeddings: Callable[[Any], int] = lambda config: 0
 
     @property
@@ -356,7 +359,7 @@ class DecoderFamily:
         elif self.windows == "each":
             windows = [_window(config)] * count
         elif self.windows:
-            windows = _windows_by_type(config)
+            windows = _windows_by_type(config, attends)
         kinds: list[Any] = [None] * count
         if self.turns in _KINDS_OF_LAYERS:
             kinds = getattr(config, _KINDS_OF_LAYERS[self.turns])[:count]
@@ -367,7 +370,8 @@ class DecoderFamily:
         if self.layer_heads is not None:
             sizes = [self.layer_heads(config, layer) for layer in range(count)]
         ways = [(kind, size) for kind, (_, size) in zip(kinds, sizes, strict=True)]
-        rotary = {way: self._rotary(config, *way, context) for way in dict.fromkeys(ways)}
+        of_heads = dict.fromkeys(way for way, there in zip(ways, attends, strict=True) if there)
+        rotary = {way: self._rotary(config, *way, context) for way in of_heads}
         if self.is_latent:  # all heads attend to the same latents
             sizes = [(1, config.kv_lora_rank + size)] * count
         return [
@@ -455,10 +459,10 @@ def _window(config: Any) -> int | None:
     return size
 
 
-def _windows_by_type(config: Any) -> list[int | None]:
-    """Return the window of each layer, by `layer_types`."""
+def _windows_by_type(config: Any, attends: list[bool]) -> list[int | None]:
+    """Return the window of each layer, by `layer_types`; `attends` says which have attention."""
     kinds = config.layer_types
-    for kind in kinds:
+    for kind in itertools.compress(kinds, attends):
         require(config, "layer_types", kind, ["full_attention", "sliding_attention"])
     if "sliding_attention" not in kinds:
         return [None] * len(kinds)

@@ -1,6 +1,6 @@
 """The table of decoders: for each model_type how it differs from Llama, and what it reads of config.json.
 
-further_decoder_table.py has more, mixture_table.py those with experts.
+further_decoder_table.py and lfm_table.py have more, mixture_table.py those with experts.
 
 A family that differs from one here in names, norms, biases or the like is a row. Logits agree with those of
 transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
@@ -21,7 +21,6 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     granite     IBM 2024, Granite 3.0 Language Models
     helium      Kyutai 2025, Helium 1
     hunyuan_v1_dense    Tencent 2025, Hunyuan 0.5B to 7B
-    lfm2        Liquid AI 2025, arXiv 2511.23404
     llama       Touvron et al. 2023 (Llama 2), arXiv 2307.09288; Grattafiori et al. 2024 (Llama 3), 2407.21783
                 (also Falcon 3, Yi, SmolLM 2)
     ministral, ministral3   Mistral AI 2024 and 2025; of a model that also reads images, the text model
@@ -47,16 +46,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import (
-    DecoderFamily,
-    DecoderNames,
-    Factors,
-    States,
-)
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Factors
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
-from prejit.compiler.models.layers.causal_convolution import ShortConvolution
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
@@ -336,43 +329,6 @@ _SEED = replace(LLAMA, output_bias="attention_out_bias")
 ERNIE = DecoderFamily(bias="use_bias", mlp_bias="use_bias", is_interleaved=True)
 
 
-def _lfm2_inner(config: Any, layer: int) -> int:
-    """Return the width of LFM2's MLP, which its settings may round."""
-    inner, step = int(config.intermediate_size), config.block_multiple_of
-    if not config.block_auto_adjust_ff_dim:
-        return inner
-    inner = int(config.block_ffn_dim_multiplier * int(2 * inner / 3))
-    return int(step * ((inner + step - 1) // step))
-
-
-LFM2_KINDS = ("full_attention", "conv")
-LFM2 = DecoderFamily(
-    DecoderNames(
-        norm="embedding_norm",
-        attention_norm="operator_norm",
-        head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
-        output="self_attn.out_proj",
-        mlp_norm="ffn_norm",
-        up=("feed_forward.w1", "feed_forward.w3"),
-        down="feed_forward.w2",
-        state="conv",
-        state_output="conv.out_proj",
-    ),
-    epsilon="norm_eps",
-    activation="",
-    inner=_lfm2_inner,
-    states=States(
-        lambda config: ShortConvolution(
-            config.hidden_size, config.conv_L_cache, bias=config.conv_bias
-        ),
-        layers=lambda config, layer: bool(config.layer_types[layer] == "conv"),
-        bias="conv_bias",
-    ),
-)
-_LFM2_KEYS = (
-    *("intermediate_size", "layer_types", "conv_L_cache", "block_multiple_of"),
-    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
-)
 _APERTUS = DecoderFamily(
     replace(
         UNGATED,
@@ -452,7 +408,6 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "granite": rotary(GRANITE, *MULTIPLIERS),
     "helium": rotary(replace(LLAMA, output_bias=False, is_interleaved=True)),
     "hunyuan_v1_dense": rotary(HUNYUAN),
-    "lfm2": rotary(LFM2, *_LFM2_KEYS, layer_types=LFM2_KINDS),
     "llama": rotary(LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
     "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=TEXT_PART),

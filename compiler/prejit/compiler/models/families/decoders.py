@@ -253,7 +253,8 @@ class Block(nnx.Module):
             bias = family.of(config, family.output_bias)
         place(self, names.output, Linear(queries, width, bias=bias))
         if names.attention_gate:
-            place(self, names.attention_gate, Linear(width, queries, bias=False))
+            gates = heads.queries if family.gates_heads else queries
+            place(self, names.attention_gate, Linear(width, gates, bias=False))
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
         of_heads: list[Any] = [heads.size] * 2
@@ -423,8 +424,9 @@ class Block(nnx.Module):
         mixed, layer = new.attend(query, keys, values, layer, heads.scale, **options)
         if gate is None:
             return mixed, layer
-        gate = new.wanted(gate) if last else gate
-        return mixed * jax.nn.sigmoid(gate.reshape(mixed.shape)), layer
+        gate = jax.nn.sigmoid(new.wanted(gate) if last else gate)
+        of_heads = (*mixed.shape[:2], heads.queries, -1)
+        return (mixed.reshape(of_heads) * gate.reshape(of_heads)).reshape(mixed.shape), layer
 
     def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
         """Return the norms of queries and keys; themselves if the family has no such norms."""

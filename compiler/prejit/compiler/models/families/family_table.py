@@ -1,8 +1,8 @@
 """The table of families that generate: for each model_type what it reads of config.json, and its module.
 
-decoder_table.py, further_decoder_table.py, gemma4_table.py, mixture_table.py, later_mixture_table.py and
-hybrid_table.py have the decoders, encoder_decoders.py the sources of t5 and whisper, and encoder_table.py
-the families that embed and score.
+decoder_table.py, further_decoder_table.py, gemma4_table.py, mixture_table.py, later_mixture_table.py,
+hybrid_table.py and lfm_table.py have the decoders, encoder_decoders.py the sources of t5 and whisper, and
+encoder_table.py the families that embed and score.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from prejit.compiler.models.families.further_decoder_table import FURTHER_DECODE
 from prejit.compiler.models.families.gemma4_table import GEMMA4
 from prejit.compiler.models.families.hybrid_table import HYBRIDS
 from prejit.compiler.models.families.later_mixture_table import LATER_MIXTURES
+from prejit.compiler.models.families.lfm_table import LFMS
 from prejit.compiler.models.families.mixture_table import MIXTURES
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming
@@ -26,6 +27,7 @@ DECODERS: Mapping[str, Family] = {
     **MIXTURES,
     **LATER_MIXTURES,
     **HYBRIDS,
+    **LFMS,
     **FURTHER_DECODERS,
     "t5": Family(
         lambda config, context: encoder_decoders.T5(config),

@@ -5,7 +5,6 @@ Sources:
 bamba       IBM, Princeton, CMU and UIUC 2024, Bamba 9B
 falcon_h1   Falcon LLM Team 2025, arXiv 2507.22448; attention and Mamba-2 read the same x in each layer
 granitemoehybrid    IBM 2025, Granite 4; with and without experts, Mamba-2 and rotary positions
-lfm2_moe    Liquid AI 2025, LFM2-8B-A1B
 mamba2      Dao and Gu 2024, arXiv 2405.21060; no layer has attention or an MLP
 nemotron_h  NVIDIA 2025, arXiv 2504.03624 and Nemotron 3; a layer is Mamba-2, attention, an MLP or experts
 qwen3_5_text, qwen3_5_moe_text  Qwen Team 2026, Qwen3.5; of a model that also reads images, the text model
@@ -29,8 +28,6 @@ from prejit.compiler.models.families.decoder_family import (
 )
 from prejit.compiler.models.families.decoder_table import (
     HEAD_NORMS,
-    LFM2,
-    LFM2_KINDS,
     MULTIPLIERS,
     TEXT_PART,
     rotary,
@@ -47,7 +44,6 @@ from prejit.compiler.models.families.mixture_table import (
     stacked_experts,
 )
 from prejit.compiler.models.layers.config_checks import checks_of
-from prejit.compiler.models.layers.experts import Routing
 from prejit.compiler.models.layers.gated_delta import GatedDelta, GatedDeltaSettings
 from prejit.compiler.models.layers.layer_config import Naming, Stacked
 from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm
@@ -216,35 +212,6 @@ _MAMBA2 = DecoderFamily(
 )
 
 
-def _lfm2_routing(config: Any) -> Routing:
-    return Routing(
-        config.num_experts_per_tok,
-        is_normalized=config.norm_topk_prob,
-        factor=float(config.routed_scaling_factor),
-        is_corrected=True,
-        added=1e-6,
-    )
-
-
-_LFM2_MOE = replace(
-    LFM2,
-    names=replace(
-        LFM2.names,
-        router="feed_forward.gate",
-        experts_up="feed_forward.experts.gate_up_proj",
-        experts_down="feed_forward.experts.down_proj",
-    ),
-    inner="intermediate_size",
-    experts=Experts(
-        "num_experts",
-        "moe_intermediate_size",
-        routing=_lfm2_routing,
-        layers=lambda config, layer: layer >= config.num_dense_layers,
-    ),
-)
-_LFM2_MOE_NAMING = stacked_experts(_LFM2_MOE.names, "w1", "w3", "w2")
-
-
 def _is_kind(*kinds: str) -> Callable[[Any, int], bool]:
     return lambda config, layer: config.layer_types[layer] in kinds
 
@@ -374,20 +341,6 @@ HYBRIDS: Mapping[str, Family] = {
         position_embedding_type=("rope", "nope", None),
         multiples=_MAMBA2_GROUPS,
         layer_types=_KINDS,
-    ),
-    "lfm2_moe": rotary(
-        _LFM2_MOE,
-        *("layer_types", "conv_L_cache", "num_dense_layers"),
-        *("norm_topk_prob", "routed_scaling_factor"),
-        naming=replace(
-            _LFM2_MOE_NAMING,
-            renamed=(
-                *_LFM2_MOE_NAMING.renamed,
-                (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
-            ),
-        ),
-        use_expert_bias=(True,),
-        layer_types=LFM2_KINDS,
     ),
     "mamba2": Family(
         partial(TextDecoder, _MAMBA2),

@@ -13,10 +13,13 @@ granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
 hunyuan_v1_moe  Tencent 2025, Hunyuan-A13B
 minimax_m2  MiniMax 2025, MiniMax-M2
 mixtral     Jiang et al. 2024, arXiv 2401.04088
+mellum      JetBrains 2026, Mellum 2
 olmoe       Muennighoff et al. 2024, arXiv 2409.02060
 qwen2_moe   Yang et al. 2024, arXiv 2407.10671
 qwen3_moe   Yang et al. 2025, arXiv 2505.09388
+sarvam_mla, sarvam_moe  Sarvam AI 2026, Sarvam 105B and 30B
 solar_open  Upstage 2026, Solar Open
+youtu       Tencent 2026, Youtu-LLM 2B; latent attention without experts
 """
 
 from __future__ import annotations
@@ -216,6 +219,12 @@ def _one_for_all_layers(config: Any) -> int:
     return int(chosen[0] if isinstance(chosen, list) else chosen)
 
 
+_MELLUM = replace(
+    _QWEN3_MOE,
+    turns="by type",
+    windows="by type",
+    experts=replace(_QWEN3_MOE_EXPERTS, layers=_is_sparse),
+)
 _DEEPSEEK_EXPERTS = Experts(
     "n_routed_experts",
     "moe_intermediate_size",
@@ -239,8 +248,7 @@ _DEEPSEEK2 = DecoderFamily(
 )
 _CORRECTED_EXPERTS = replace(_DEEPSEEK_EXPERTS, routing=corrected)
 _DEEPSEEK3 = replace(_DEEPSEEK2, is_interleaved="rope_interleave", experts=_CORRECTED_EXPERTS)
-
-
+_YOUTU = replace(_DEEPSEEK3, names=DecoderNames(), experts=None)
 _GLM4_MOE_LITE = replace(_DEEPSEEK3, experts=replace(_CORRECTED_EXPERTS, layers=_is_sparse))
 _DOTS1 = replace(
     QWEN3, names=replace(_DEEPSEEK2.names, head_norms=HEAD_NORMS), experts=_DEEPSEEK3.experts
@@ -251,6 +259,15 @@ _GLM4_MOE = DecoderFamily(
     output_bias=False,
     turns="part",
     experts=_DEEPSEEK3.experts,
+)
+_QKV = "self_attn.query_key_value"
+_SARVAM_MOE = replace(_GLM4_MOE, names=replace(_GLM4_MOE.names, qkv=(_QKV,)))
+_SARVAM_RENAMED = (
+    *((f".attention.query_key_value.{end}", f".{_QKV}.{end}") for end in ("weight", "bias")),
+    (".attention.dense.weight", ".self_attn.o_proj.weight"),
+    (".attention.query_layernorm.weight", ".self_attn.q_norm.weight"),
+    (".attention.key_layernorm.weight", ".self_attn.k_norm.weight"),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
 )
 _MINIMAX_M2 = replace(
     MIXTRAL,
@@ -358,6 +375,12 @@ def _deepseek(
     return replace(made, check=partial(check_groups, family, routing))
 
 
+def _glm4_moe(family: DecoderFamily) -> Family:
+    """Return a family of which the larger models have norms of heads."""
+    made = _deepseek(family, corrected, "norm_topk_prob", use_qk_norm=(False, True))
+    return replace(made, build=partial(normed_if_large, family))
+
+
 def _with_correction(naming: Naming, published: str, router: str, *ignored: str) -> Naming:
     """Return the naming of checkpoints that hold the correction of a router elsewhere."""
     end = "e_score_correction_bias"
@@ -375,7 +398,9 @@ MIXTURES: Mapping[str, Family] = {
         norm_topk_prob=(False,),
         mlp_bias=(False,),
     ),
-    "deepseek_v3": _deepseek(_DEEPSEEK3, corrected, "norm_topk_prob"),
+    **dict.fromkeys(
+        ("deepseek_v3", "sarvam_mla"), _deepseek(_DEEPSEEK3, corrected, "norm_topk_prob")
+    ),
     "dots1": _deepseek(_DOTS1, corrected, "norm_topk_prob", "max_window_layers"),
     "ernie4_5_moe": rotary(
         _ERNIE_MOE,
@@ -401,10 +426,7 @@ MIXTURES: Mapping[str, Family] = {
         check=partial(check_groups, _EXAONE_MOE, corrected),
     ),
     "flex_olmo": rotary(_FLEX_OLMO, naming=stacked_experts(_FLEX_OLMO.names, *PROJECTIONS)),
-    "glm4_moe": replace(
-        _deepseek(_GLM4_MOE, corrected, "norm_topk_prob", use_qk_norm=(False, True)),
-        build=partial(normed_if_large, _GLM4_MOE),
-    ),
+    "glm4_moe": _glm4_moe(_GLM4_MOE),
     "glm4_moe_lite": _deepseek(
         _GLM4_MOE_LITE,
         corrected,
@@ -419,6 +441,12 @@ MIXTURES: Mapping[str, Family] = {
         "moe_topk",
         naming=stacked_experts(_HUNYUAN_MOE.names, *PROJECTIONS),
         check=_check_hunyuan,
+    ),
+    "mellum": rotary(
+        _MELLUM,
+        "mlp_layer_types",
+        naming=replace(stacked_experts(_MELLUM.names, *PROJECTIONS), ignored=("mtp.",)),
+        mlp_layer_types=DENSE_OR_SPARSE,
     ),
     "minimax_m2": rotary(
         _MINIMAX_M2,
@@ -441,6 +469,14 @@ MIXTURES: Mapping[str, Family] = {
         _QWEN3_MOE,
         *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
         naming=stacked_experts(_QWEN3_MOE.names, *PROJECTIONS),
+    ),
+    "sarvam_moe": replace(
+        _glm4_moe(_SARVAM_MOE),
+        naming=replace(
+            _glm4_moe(_SARVAM_MOE).naming,
+            moved=(("model.word_embeddings.", "model.embed_tokens."),),
+            renamed=(*without_weight(_SARVAM_MOE.names), *_SARVAM_RENAMED),
+        ),
     ),
     "solar_open": rotary(
         _SOLAR_OPEN,

@@ -127,7 +127,8 @@ _CHECKED: tuple[tuple[str, Check], ...] = (
         multi_query mup_enabled new_decoder_architecture norm_topk_prob parallel_attn proj_bias
         projectors_bias qkv_bias query_bias rope_interleave scale_attn_by_inverse_layer_idx
         scale_attn_weights scale_decoder_outputs tie_word_embeddings use_bias use_conv_bias
-        use_double_wide_mlp use_gated_mlp use_parallel_residual use_post_norm use_qk_norm use_qkv_bias
+        use_attention_gate use_double_wide_mlp use_gated_mlp use_parallel_residual use_post_norm use_qk_norm
+        use_qkv_bias use_sandwich_norm
         use_sliding_window use_swiglu_ffn value_bias
         """,
         _BOOL,
