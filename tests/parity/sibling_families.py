@@ -406,6 +406,14 @@ FAMILIES = {
         *("SarvamMoE", ATTENTION, experts_in_groups, _NORMED),
         {"head_dim": 8, "use_qk_norm": [True, False, True]},
     ),
+    "minicpm3": (
+        *("MiniCPM3", _LATENT, BOTH),
+        {
+            "scale_emb": [3, 0.5, 12],
+            "scale_depth": [1.4, None, 0.7],
+            "dim_model_base": [4, 64, None],
+        },
+    ),
     # transformers makes the embedding of a padding token zeros
     "youtu": ("Youtu", _LATENT, {"rope_interleave": [True, True, False], "pad_token_id": None}),
     "lfm2": ("Lfm2", _LFM2, layer_norm, {"layer_norm_eps": REMOVED}),

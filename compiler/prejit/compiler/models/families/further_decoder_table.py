@@ -12,8 +12,10 @@ hyperclovax NAVER Cloud 2025, HyperCLOVA X SEED Think
 internlm3   Shanghai AI Laboratory 2025, InternLM3
 iquestcoder IQuest 2026, IQuest-Coder-V1
 jais2       Inception, MBZUAI and Cerebras 2025, Jais 2
+minicpm3    Hu et al. 2024, arXiv 2404.06395, and OpenBMB 2024, MiniCPM3-4B; latent attention
 nanochat    Karpathy 2025, nanochat
 opt         Zhang et al. 2022, arXiv 2205.01068; all sizes but 350M, which norms after each part
+youtu       Tencent 2026, Youtu-LLM 2B; latent attention
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
+from prejit.compiler.models.families import latent_attention
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Factors
 from prejit.compiler.models.families.decoder_table import (
     GPT2,
     GPT2_KEYS,
@@ -32,6 +35,7 @@ from prejit.compiler.models.families.decoder_table import (
     MULTIPLIERS,
     NAMING,
     UNGATED,
+    check_latent,
     rotary,
 )
 from prejit.compiler.models.families.decoders import TextDecoder
@@ -80,6 +84,27 @@ def _hyperclovax(config: Any, context: int | None) -> TextDecoder:
     return TextDecoder(replace(_HYPERCLOVAX, names=names), config, context)
 
 
+_YOUTU = DecoderFamily(
+    output_bias="attention_bias",
+    is_interleaved="rope_interleave",
+    scale=lambda config, layer: latent_attention.scale(config),
+    is_latent=True,
+)
+
+
+def _minicpm3_factors(config: Any) -> Factors:
+    added = config.scale_depth / config.num_hidden_layers**0.5
+    return Factors(attention=added, mlp=added)
+
+
+_MINICPM3 = replace(
+    _YOUTU,
+    mlp_bias="mlp_bias",
+    is_interleaved=False,
+    factors=_minicpm3_factors,
+    embedding_scale=lambda config: config.scale_emb,
+    logit_scale=lambda config: config.dim_model_base / config.hidden_size,
+)
 _JAIS2 = replace(LLAMA, names=UNGATED, norm=LayerNorm, epsilon="layer_norm_eps", is_gated=False)
 
 _NANOCHAT = DecoderFamily(
@@ -226,6 +251,11 @@ FURTHER_DECODERS: Mapping[str, Family] = {
     "internlm3": rotary(LLAMA),
     "iquestcoder": rotary(LLAMA),
     "jais2": rotary(_JAIS2),
+    "minicpm3": rotary(
+        _MINICPM3,
+        *(*latent_attention.KEYS, "scale_emb", "scale_depth", "dim_model_base"),
+        check=partial(check_latent, _MINICPM3),
+    ),
     "nanochat": rotary(_NANOCHAT),
     "falcon": replace(
         rotary(
@@ -293,5 +323,6 @@ FURTHER_DECODERS: Mapping[str, Family] = {
             config, "word_embed_proj_dim", config.word_embed_proj_dim, [config.hidden_size]
         ),
     ),
+    "youtu": rotary(_YOUTU, *latent_attention.KEYS, check=partial(check_latent, _YOUTU)),
 }
 """The older decoders, by model_type."""

@@ -19,7 +19,6 @@ qwen2_moe   Yang et al. 2024, arXiv 2407.10671
 qwen3_moe   Yang et al. 2025, arXiv 2505.09388
 sarvam_mla, sarvam_moe  Sarvam AI 2026, Sarvam 105B and 30B
 solar_open  Upstage 2026, Solar Open
-youtu       Tencent 2026, Youtu-LLM 2B; latent attention without experts
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from prejit.compiler.models.families.decoder_table import (
     QWEN2,
     QWEN3,
     QWEN_KEYS,
+    check_latent,
     normed_if_large,
     rotary,
 )
@@ -248,7 +248,6 @@ _DEEPSEEK2 = DecoderFamily(
 )
 _CORRECTED_EXPERTS = replace(_DEEPSEEK_EXPERTS, routing=corrected)
 _DEEPSEEK3 = replace(_DEEPSEEK2, is_interleaved="rope_interleave", experts=_CORRECTED_EXPERTS)
-_YOUTU = replace(_DEEPSEEK3, names=DecoderNames(), experts=None)
 _GLM4_MOE_LITE = replace(_DEEPSEEK3, experts=replace(_CORRECTED_EXPERTS, layers=_is_sparse))
 _DOTS1 = replace(
     QWEN3, names=replace(_DEEPSEEK2.names, head_norms=HEAD_NORMS), experts=_DEEPSEEK3.experts
@@ -335,8 +334,7 @@ def _check_hunyuan(config: Any) -> None:
 def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any) -> None:
     """Check what the keys of groups say together."""
     if family.is_latent:
-        heads = config.num_attention_heads
-        require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
+        check_latent(family, config)
     assert family.experts is not None
     key = family.experts.count
     routing, count = routing_of(config), getattr(config, key)

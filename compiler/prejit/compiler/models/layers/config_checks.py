@@ -156,8 +156,8 @@ _CHECKED: tuple[tuple[str, Check], ...] = (
     ("moe_latent_size", _integer(1, 2**20, optional=True)),
     (
         """
-        d_ff decoder_ffn_dim encoder_ffn_dim ffn_dim ffn_hidden_size hidden_dim intermediate_size
-        intermediate_size_mlp kv_lora_rank max_source_positions max_target_positions
+        d_ff decoder_ffn_dim dim_model_base encoder_ffn_dim ffn_dim ffn_hidden_size hidden_dim
+        intermediate_size intermediate_size_mlp kv_lora_rank max_source_positions max_target_positions
         moe_intermediate_size moe_shared_expert_intermediate_size n_positions
         shared_expert_intermediate_size
         """,
@@ -227,7 +227,7 @@ _CHECKED: tuple[tuple[str, Check], ...] = (
         """
         attention_in_multiplier attention_multiplier attention_out_multiplier embedding_multiplier
         key_multiplier lm_head_multiplier logit_scale logits_scaling query_pre_attn_scalar
-        residual_multiplier ssm_in_multiplier ssm_out_multiplier
+        residual_multiplier scale_depth scale_emb ssm_in_multiplier ssm_out_multiplier
         """,
         _SCALE,
     ),
