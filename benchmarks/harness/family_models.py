@@ -10,12 +10,11 @@ of the forms that are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.harness import models
+from benchmarks.harness.models import Shapes
 from benchmarks.harness.workload import BYTES, EPSILON, HEAD_BYTES
 
 WIDTH, HEADS, HEAD = 2048, 16, 128
@@ -24,8 +23,6 @@ LAYERS, EXPERTS, CHOSEN, INNER = 4, 32, 8, 1024
 _ATTENDING = (2, 5, 7)
 _HYBRID_LAYERS, _HYBRID_HEADS, _KV_HEADS, _HYBRID_INNER, _TAPS = 8, 32, 8, 8192, 3
 _QWEN_LAYERS, _QWEN_WIDTH, _QWEN_HEADS, _QWEN_INNER, _QWEN_TOKENS = 28, 1024, 16, 3072, 151936
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def qwen3_shapes() -> Shapes:
@@ -169,18 +166,10 @@ def step_bytes(name: str, dtype: str) -> int:
 
 
 def make(directory: Path, name: str) -> None:
-    """Make a model unless it exists. Its values repeat, so that it is soon made."""
+    """Make a model unless it exists."""
     if (directory / name).is_dir():
         return
     make_shapes, make_config = FAMILY_MODELS[name]
-    shapes = make_shapes()
-    some = np.random.default_rng(models.SEED).standard_normal((1 << 24) + 1, dtype=np.float32)
-    pools = [models.bfloat16_bits(each) for each in (0.03 * some, 1 + np.float32(0.1) * some)]
-
-    def values() -> Iterator[np.ndarray]:
-        for at, shape in enumerate(shapes.values()):
-            yield np.resize(pools[len(shape) == 1][97 * at :], shape)
-
     partial = models.begin(directory / name)
-    models.write_tensors(partial / "model.safetensors", "BF16", 2, shapes, values())
+    models.write_repeating(partial / "model.safetensors", make_shapes(), 0.03)
     models.finish(partial, make_config())

@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,8 @@ LAYERS_OF_SHARD = 4
 """Layers in a shard of a large model."""
 
 Weights = dict[str, np.ndarray]
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes by the names of tensors, in the order in which a file holds them."""
 
 
 def gpt2_weights() -> Weights:
@@ -88,26 +91,36 @@ def write_safetensors(path: Path, tensors: Weights) -> None:
     """Write float32 tensors whose sizes are multiples of 64 bytes, each at a multiple of 64."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     arrays = (np.ascontiguousarray(tensor) for tensor in tensors.values())
-    write_tensors(path, "F32", 4, shapes, arrays)
+    _write_tensors(path, "F32", shapes, arrays)
 
 
-def write_tensors(
-    path: Path,
-    dtype: str,
-    itemsize: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    arrays: Iterable[np.ndarray],
-) -> None:
+def write_repeating(path: Path, shapes: Shapes, scale: float) -> None:
+    """Write tensors in bfloat16, matrices of a scale and norms. Values repeat, so that it is soon done."""
+    matrices, norms = _pools(scale)
+    values = (
+        np.resize((norms if len(shape) == 1 else matrices)[97 * at :], shape)
+        for at, shape in enumerate(shapes.values())
+    )
+    _write_tensors(path, "BF16", shapes, values)
+
+
+@cache
+def _pools(scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return values of matrices and of norms, as bfloat16."""
+    some = np.random.default_rng(SEED).standard_normal((1 << 24) + 1, dtype=np.float32)
+    return bfloat16_bits(scale * some), bfloat16_bits(1 + np.float32(0.1) * some)
+
+
+def _write_tensors(path: Path, dtype: str, shapes: Shapes, arrays: Iterable[np.ndarray]) -> None:
     """Write a safetensors file with one tensor in memory at a time.
 
     Args:
         path: path of the file.
         dtype: name of the dtype in safetensors.
-        itemsize: bytes of one element.
         shapes: shape by tensor. The bytes of each are a multiple of 64, so that each begins at one.
         arrays: contiguous arrays in that order.
     """
-    header, offset = {}, 0
+    header, offset, itemsize = {}, 0, {"F32": 4, "BF16": 2}[dtype]
     for name, shape in shapes.items():
         end = offset + itemsize * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
@@ -120,10 +133,10 @@ def write_tensors(
             file.write(array.data)
 
 
-def llama_shapes(sizes: Llama) -> dict[str, tuple[int, ...]]:
+def llama_shapes(sizes: Llama) -> Shapes:
     """Return names and shapes (out, in) of a Llama."""
     shared = sizes.kv_heads * sizes.width // sizes.heads
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "model.embed_tokens.weight": (sizes.vocabulary, sizes.width),
         "model.norm.weight": (sizes.width,),
     }
@@ -158,7 +171,7 @@ def make_llama(directory: Path, name: str, sizes: Llama) -> None:
         bfloat16_bits(_random(index, tensor, shape))
         for index, (tensor, shape) in enumerate(shapes.items())
     )
-    write_tensors(partial / "model.safetensors", "BF16", 2, shapes, values)
+    _write_tensors(partial / "model.safetensors", "BF16", shapes, values)
     finish(partial, llama_config(sizes))
 
 
@@ -167,19 +180,13 @@ def make_large_llama(directory: Path, name: str, sizes: Llama) -> None:
     if (directory / name).is_dir():
         return
     partial = begin(directory / name)
-    some = np.random.default_rng(SEED).standard_normal((1 << 24) + 1, dtype=np.float32)
-    matrix, norm = (bfloat16_bits(each) for each in (0.02 * some, 1 + np.float32(0.1) * some))
-    shards: dict[str, dict[str, tuple[int, ...]]] = {}
+    shards: dict[str, Shapes] = {}
     for tensor, shape in llama_shapes(sizes).items():
         layer = tensor.removeprefix("model.layers.").partition(".")[0]
         place = int(layer) // LAYERS_OF_SHARD if layer.isdecimal() else "rest"
         shards.setdefault(f"model-{place}.safetensors", {})[tensor] = shape
     for file, shapes in shards.items():
-        values = (
-            np.resize((matrix if len(shape) == 2 else norm)[97 * at :], shape)
-            for at, shape in enumerate(shapes.values())
-        )
-        write_tensors(partial / file, "BF16", 2, shapes, values)
+        write_repeating(partial / file, shapes, 0.02)
     places = {tensor: file for file, shapes in shards.items() for tensor in shapes}
     index = json.dumps({"metadata": {}, "weight_map": places})
     (partial / "model.safetensors.index.json").write_text(index)

@@ -91,7 +91,11 @@ def record(
         with WorkerPool(cache) as executor:
             measured = measure_products(some, toolchain, library, cache, executor, progress)
         # What was measured with older kernels goes as it is measured again on such a CPU.
-        recorded = FormTable(tuple({**recorded.by_cpu, **measured.by_cpu}.values()))
+        kept = {
+            (each.conditions.level, each.conditions.cpu, each.product): each
+            for each in (*recorded.oldest_first, *measured.oldest_first)
+        }
+        recorded = FormTable(tuple(kept.values()))
         write_file(RECORDED, to_text(recorded).encode("ascii"))
         for each in measured.entries:
             progress.note(f"{level} {each.product}: {each.nanoseconds} ns")

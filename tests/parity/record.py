@@ -7,6 +7,7 @@ python -m tests.parity.record sibling_cases         # only those
 import json
 import sys
 import tempfile
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +103,8 @@ def published_shapes(case, directory):
     import transformers
     from safetensors import safe_open
 
-    config = transformers.AutoConfig.for_model(**case.config)
+    # transformers writes into the dictionaries that it is given, and cases share some
+    config = transformers.AutoConfig.for_model(**deepcopy(case.config))
     kind = _class_of(case)
     auto = kind is transformers.AutoModelForCausalLM
     (kind.from_config(config) if auto else kind(config)).save_pretrained(directory)

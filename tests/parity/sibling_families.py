@@ -220,6 +220,28 @@ _LFM2_MOE = {
 }
 """Convolutions, and a layer without experts, or none."""
 
+_NEAR, _FAR = "sliding_attention", "full_attention"
+_GEMMA4_TYPES = {
+    _FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+    _NEAR: {"rope_type": "default", "rope_theta": 100.0},
+}
+_LFM3 = {
+    **{
+        "num_hidden_layers": [3, 4, 3],
+        "conv_L_cache": [3, 7, 2],
+        "conv_bias": [False, True, False],
+    },
+    "layer_types": [
+        *(["conv", "full_attention", "sliding_attention"], None),
+        ["sliding_attention", "conv", "sliding_attention"],
+    ],
+    **{"rope_parameters": [_GEMMA4_TYPES, REMOVED, _GEMMA4_TYPES], "sliding_window": [3, 9, 20]},
+    **{"use_sandwich_norm": [True, True, False], "use_attention_gate": [True, True, False]},
+    **{"head_dim": [4, 8, 12], "norm_eps": one_of(1e-5, 1e-3)},
+    **removed("rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling"),
+}
+"""Convolutions beside both kinds of attention, or one, with and without gates and norms of what is added."""
+
 _BLOCKS = [
     *(KEPT, ["full_attention", "moe", "linear_attention"]),
     ["linear_attention", "mlp", "moe", "full_attention"],
@@ -252,11 +274,6 @@ _DELTA = {
 }
 """The gated delta rule in the first layer, in the last one, and in between."""
 
-_NEAR, _FAR = "sliding_attention", "full_attention"
-_GEMMA4_TYPES = {
-    _FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
-    _NEAR: {"rope_type": "default", "rope_theta": 100.0},
-}
 _GEMMA4 = {
     **removed("rope_theta", "rope_scaling", "hidden_act"),
     **{"hidden_activation": ["gelu_pytorch_tanh", "silu", "gelu"], "rms_norm_eps": 1e-3},
@@ -378,6 +395,27 @@ FAMILIES = {
     ),
     "helium": ("Helium", BOTH, {"head_dim": of_head}),
     "hunyuan_v1_dense": ("HunYuanDenseV1", ATTENTION, _NTK),
+    "lfm3": ("Lfm3", ATTENTION, _LFM3),
+    "mellum": (
+        *("Mellum", sizes_of_heads, ATTENTION, _EXPERTS, _WINDOWS, _NORMED_ONCE),
+        {"rope_parameters": [_TYPES, KEPT, _TYPES], **removed("rope_theta", "rope_scaling")},
+        {"mlp_layer_types": [None, ["sparse", "dense", "sparse"], None]},
+    ),
+    "sarvam_mla": ("SarvamMLA", _LATENT, _NORMED, {"rope_interleave": [True, True, False]}),
+    "sarvam_moe": (
+        *("SarvamMoE", ATTENTION, experts_in_groups, _NORMED),
+        {"head_dim": 8, "use_qk_norm": [True, False, True]},
+    ),
+    "minicpm3": (
+        *("MiniCPM3", _LATENT, BOTH),
+        {
+            "scale_emb": [3, 0.5, 12],
+            "scale_depth": [1.4, None, 0.7],
+            "dim_model_base": [4, 64, None],
+        },
+    ),
+    # transformers makes the embedding of a padding token zeros
+    "youtu": ("Youtu", _LATENT, {"rope_interleave": [True, True, False], "pad_token_id": None}),
     "lfm2": ("Lfm2", _LFM2, layer_norm, {"layer_norm_eps": REMOVED}),
     "ministral": ("Ministral", sizes_of_heads, _WINDOWS),
     "ministral3": ("Ministral3", sizes_of_heads, _GROWN, {"sliding_window": [None, 9, None]}),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
-from prejit.compiler.models import config_file, image_config, model_registry, sight_config
+from prejit.compiler.models import config_file, image_config, model_registry
 from prejit.compiler.models.families.decoders import PlacedImages
 from prejit.compiler.models.families.image_towers import normalized_pixels
 from prejit.runtime.encoding.images import pixels_of
@@ -76,7 +76,7 @@ def test_logits_equal_those_of_transformers(case, reference, tmp_path, forms):
     case.write(tmp_path, json.loads(str(reference[f"{case.name} tensors"])))
     config = config_file.load_config(tmp_path, images=True)
     module = model_registry.make_decoder(config, out_in=forms is not None)
-    sight = sight_config.describe_sight(config.sight, config.hidden_size)
+    sight = image_config.describe_sight(config.sight, config.hidden_size)
     described, pixels = pictures(tmp_path, sight)
     checkpoint = open_checkpoint(tmp_path, out_in=forms is not None, images=True)
     weights, call = with_weights(module, checkpoint, forms)

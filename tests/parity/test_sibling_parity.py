@@ -20,7 +20,7 @@ CASES = cases()
 REFERENCES = (REFERENCE,)
 SAMPLE = {
     *("cohere2", "deepseek_v3", "falcon", "falcon_h1", "glm4", "gpt_neox", "gpt_oss", "gptj"),
-    *("lfm2", "mamba2", "nemotron", "olmo2", "opt", "phimoe", "qwen3_next", "stablelm"),
+    *("lfm3", "mamba2", "nemotron", "olmo2", "opt", "phimoe", "qwen3_next", "stablelm"),
 }
 """Families with each kind of attention, positions, norms, experts and state: `make test` runs their first."""
 FIRST = CASES[::EACH]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.compiler.checkpoint import gguf_directory
+from prejit.compiler.checkpoint.model_source import gguf_directories
 from prejit.compiler.store.cached_files import remove_abandoned
 from prejit.compiler.store.directory_store import ZIG, DirectoryStore, default_root
 from prejit.compiler.targets import environments
@@ -181,7 +181,7 @@ def _environment(path: Path, before: float, dry_run: bool) -> Found:
 
 def _gguf_directories(before: float, dry_run: bool) -> Iterator[Found]:
     """Yield what was made from GGUF files, also by processes that were killed and by other versions."""
-    for path in sorted(gguf_directory.directories().glob("*/*")):
+    for path in sorted(gguf_directories().glob("*/*")):
         with suppress(OSError):  # another user's, or removed meanwhile
             size, last_use = _tree_bytes(path), _last_use(path, path.stat(), dry_run)
             reason = "not used" if last_use < before else None

@@ -24,7 +24,7 @@ from prejit.compiler.checkpoint.parameter_sources import (
     checked,
     not_float,
 )
-from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
+from prejit.compiler.checkpoint.tensor_files import tensors
 from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
 from prejit.runtime.lora.peft_config import (
@@ -48,7 +48,7 @@ _MAGNITUDE = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
 
 
 @dataclass(frozen=True)
-class MergedSource:
+class MergedSource(ParameterSource):
     """A matrix with the change of an adapter.
 
     Attributes:
@@ -67,24 +67,14 @@ class MergedSource:
     magnitude: TensorSource | None = None
 
     @property
-    def published(self) -> str:
-        """See ParameterSource."""
-        return self.inputs.published
-
-    @property
-    def tensor(self) -> Tensor:
-        """See ParameterSource."""
-        return self.inputs.tensor
+    def first(self) -> TensorSource:
+        """See ParameterSource: the change is in floats, whatever the matrix is in."""
+        return self.inputs
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See ParameterSource."""
         return self.base.shape
-
-    @property
-    def form(self) -> str:
-        """See ParameterSource: the change is in floats."""
-        return ""
 
     def __getitem__(self, part: slice) -> Values:
         values = self._sum(part)
@@ -94,10 +84,6 @@ class MergedSource:
             else:
                 values *= _quotient(self.magnitude[part], np.linalg.norm(values, axis=1))[:, None]
         return checked(values, self)
-
-    def read(self) -> Values:
-        """See ParameterSource."""
-        return self[slice(None)]
 
     def _sum(self, part: slice) -> Values:
         rows, columns = self.outputs, self.inputs

@@ -471,7 +471,7 @@ def _misfits(
             is_turned = isinstance(source, TensorSource) and source.transposed
             shapes = parameter.shape, source.shape
             expected, there = (list(each[::-1] if is_turned else each) for each in shapes)
-            place = f"{source.published} in {source.tensor.path.name}"
+            place = f"{source.published} in {source.first.tensor.path.name}"
             wrong.append(f"{place} (expected {expected}, found {there})")
     if wrong:
         yield f"of the wrong shape {few(wrong, _SHOWN)}"

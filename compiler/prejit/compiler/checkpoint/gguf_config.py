@@ -1,4 +1,4 @@
-"""Make config.json from the metadata of a GGUF file: what llama.cpp computes from it.
+"""Make config.json from the metadata of a GGUF file, what llama.cpp computes from it, or compare the two.
 
 A key that this module does not know may change what the model computes, so it is an error. llama.cpp has two
 values that the file lacks, by the number of layers, and the activations by architecture.
@@ -7,7 +7,7 @@ values that the file lacks, by the number of layers, and the activations by arch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_KEY_HEADS = ("attention.head_count_kv", "num_key_value_heads")
 _SCALING = ("type", "factor", "original_context_length", "finetuned")
 _READ = {
     *_SIZES,
-    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size"),
+    *(_KEY_HEADS[0], "attention.key_length", "attention.value_length", "vocab_size"),
     *("rope.dimension_count", "rope.freq_base", *(f"rope.scaling.{key}" for key in _SCALING)),
 }
 _WINDOW, _WINDOWS, _BASE_SWA = (
@@ -42,15 +43,14 @@ _WINDOW, _WINDOWS, _BASE_SWA = (
     "attention.sliding_window_pattern",
     "rope.freq_base_swa",
 )
-_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _READ_OF = {
     "gemma2": {_WINDOW, *_CAPS},
     "gemma3": {_WINDOW, _WINDOWS, _BASE_SWA, "final_logit_softcapping"},
     "phi3": {_WINDOW, "rope.scaling.attn_factor"},
 }
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that follow from config.json."""
 _EXPERTS = ("expert_count", "expert_used_count")
 _MOST_LAYERS_BY_HEAD = {"gemma2": 46, "gemma3": 62}
 """The layers of the largest model, which scales queries as if its heads filled its width."""
@@ -102,7 +102,7 @@ def config_of(
     config = {
         "model_type": MODEL_TYPES[architecture],
         **{ours: said[key] for key, ours in _SIZES.items()},
-        "num_key_value_heads": said.get("attention.head_count_kv", heads),
+        "num_key_value_heads": said.get(_KEY_HEADS[0], heads),
         "head_dim": size,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -134,7 +134,7 @@ def config_of(
     if (layers := _MOST_LAYERS_BY_HEAD.get(architecture)) is not None:
         scaled = given if said["block_count"] == layers else size
         config |= {"query_pre_attn_scalar": scaled, "sliding_window": said[_WINDOW]}
-        config |= {ours: said.get(key) for key, ours in _CAPS.items()}
+        config |= {key: said.get(key) for key in _CAPS}
     if architecture == "gemma3":
         if said.get(_WINDOWS, _GEMMA3_PERIOD) != _GEMMA3_PERIOD:
             raise unsupported(f"{path}: {_WINDOWS}: expected 6, found {said[_WINDOWS]}")
@@ -240,3 +240,67 @@ def _phi3(
         "original_max_position_embeddings": original,
         "sliding_window": window if window and window < positions else None,
     }
+
+
+def check_agreement(
+    path: Path, metadata: Mapping[str, Any], config: Any, tensors: Mapping[str, Any]
+) -> None:
+    """Check that a file says what config.json says, of what both say."""
+    architecture = metadata["general.architecture"]
+    start = f"{architecture}."
+    said = {
+        key.removeprefix(start): each for key, each in metadata.items() if key.startswith(start)
+    }
+    problems = [
+        f"{start}{key}: expected {shown(ours)}, as config.json gives {name}; found {shown(said[key])}"
+        for key, name, ours in _expected(config, said)
+        if not _agree(said.get(key), ours)
+    ]
+    if _turning(config).get("rope_type", "default") == "default":
+        problems += [
+            f"{name}: expected ones, as config.json gives no scaling of RoPE; found others"
+            for name in ROPE_FACTORS
+            if name in tensors and (tensors[name].data != 1).any()
+        ]
+    if problems:
+        raise CheckpointError(
+            f"{path}: {'; '.join(problems)}",
+            hint="config.json and the file must come from the same model",
+        )
+
+
+def _turning(config: Any) -> Mapping[str, Any]:
+    """Return how heads turn; for Gemma 3 in the layers that llama.cpp's keys mean."""
+    found: Mapping[str, Any] = config.rope_parameters or {}
+    return found.get("full_attention", found)
+
+
+def _expected(config: Any, said: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield keys of the file, those of config.json, and their values there."""
+    for key, name in (*_SIZES.items(), _KEY_HEADS):
+        if key != "context_length":  # it does not change what is computed
+            yield key, name, getattr(config, name, None)
+    ours = _turning(config)
+    yield "rope.freq_base", "rope_theta", ours.get("rope_theta")
+    kind, factor = ours.get("rope_type", "default"), said.get("rope.scaling.factor")
+    if kind in ("linear", "yarn", "longrope"):
+        yield "rope.scaling.type", "rope_type", kind
+        name = "original_max_position_embeddings"
+        yield "rope.scaling.original_context_length", name, ours.get(name)
+        if kind != "longrope":
+            yield "rope.scaling.factor", "factor", ours.get("factor")
+    elif said.get("rope.scaling.type", "linear") != "linear" or factor not in (None, 0, 1):
+        # llama.cpp has llama3 as tensors, and nothing of dynamic.
+        yield "rope.scaling.type", "rope_type", "none"
+        yield "rope.scaling.factor", "no factor", 1.0
+
+
+def _agree(said: Any, ours: Any) -> bool:
+    """Return whether a value of the file is that of config.json; None: one of them has none."""
+    if said is None or ours is None:
+        return True
+    if isinstance(said, list):  # for each layer
+        return all(_agree(each, ours) for each in said)
+    if isinstance(said, str) or isinstance(ours, str):
+        return bool(said == ours)
+    return math.isclose(said, ours, rel_tol=1e-5)

@@ -1,4 +1,4 @@
-"""Read the metadata of a GGUF file and compare it with config.json, before the package `gguf` reads the file.
+"""Read the metadata of a GGUF file, before the package `gguf` reads the file.
 
     file     "GGUF", version u32, tensors u64, entries u64; entries; tensors
     entry    key, type u32, value
@@ -11,10 +11,8 @@ The package makes an object for each element that the file counts, even past its
 
 from __future__ import annotations
 
-import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +25,6 @@ _TEXT, _ARRAY = 8, 9
 _MOST_ELEMENTS = 1 << 22
 """Maximum elements of all arrays, entries and tensors of a file: vocabularies have some 500,000."""
 _MOST_DIMENSIONS = 4
-_SAME_MODEL = "config.json and the file must come from the same model"
-_SIZES = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
-"""Keys of metadata, after the architecture, with those of config.json."""
-ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that follow from config.json."""
 
 
 def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
@@ -170,66 +156,3 @@ def _number(kind: int, name: str) -> str:
     if kind not in _NUMBERS:
         raise ValueError(f"{name}: expected a type of numbers or texts, found {kind}")
     return _NUMBERS[kind]
-
-
-def check_agreement(
-    path: Path, metadata: Mapping[str, Any], config: Any, tensors: Mapping[str, Any]
-) -> None:
-    """Check that a file says what config.json says, of what both say."""
-    architecture = metadata["general.architecture"]
-    start = f"{architecture}."
-    said = {
-        key.removeprefix(start): each for key, each in metadata.items() if key.startswith(start)
-    }
-    problems = [
-        f"{start}{key}: expected {shown(ours)}, as config.json gives {name}; found {shown(said[key])}"
-        for key, name, ours in (*_sizes(config), *_of_rope(config, said))
-        if not _agree(said.get(key), ours)
-    ]
-    if _rope(config).get("rope_type", "default") == "default":
-        problems += [
-            f"{name}: expected ones, as config.json gives no scaling of RoPE; found others"
-            for name in ROPE_FACTORS
-            if name in tensors and (tensors[name].data != 1).any()
-        ]
-    if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}", hint=_SAME_MODEL)
-
-
-def _sizes(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield keys of the file, those of config.json, and their values there."""
-    for key, name in _SIZES.items():
-        yield key, name, getattr(config, name, None)
-
-
-def _rope(config: Any) -> Mapping[str, Any]:
-    """Return how heads turn; for Gemma 3 in the layers that llama.cpp's keys mean."""
-    found: Mapping[str, Any] = config.rope_parameters or {}
-    return found.get("full_attention", found)
-
-
-def _of_rope(config: Any, said: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    ours = _rope(config)
-    yield "rope.freq_base", "rope_theta", ours.get("rope_theta")
-    kind, factor = ours.get("rope_type", "default"), said.get("rope.scaling.factor")
-    if kind in ("linear", "yarn", "longrope"):
-        yield "rope.scaling.type", "rope_type", kind
-        name = "original_max_position_embeddings"
-        yield "rope.scaling.original_context_length", name, ours.get(name)
-        if kind != "longrope":
-            yield "rope.scaling.factor", "factor", ours.get("factor")
-    elif said.get("rope.scaling.type", "linear") != "linear" or factor not in (None, 0, 1):
-        # llama.cpp has llama3 as tensors, and nothing of dynamic.
-        yield "rope.scaling.type", "rope_type", "none"
-        yield "rope.scaling.factor", "no factor", 1.0
-
-
-def _agree(said: Any, ours: Any) -> bool:
-    """Return whether a value of the file is that of config.json; None: one of them has none."""
-    if said is None or ours is None:
-        return True
-    if isinstance(said, list):  # for each layer
-        return all(_agree(each, ours) for each in said)
-    if isinstance(said, str) or isinstance(ours, str):
-        return bool(said == ours)
-    return math.isclose(said, ours, rel_tol=1e-5)

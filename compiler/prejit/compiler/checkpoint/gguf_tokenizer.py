@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer
 
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.gguf_config import BESIDE, unsupported
+from prejit.compiler.models.layers.config_checks import silence_transformers
 from prejit.runtime.errors import CheckpointError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -54,8 +54,7 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any
     _check_ids(path, said)
     tokens: list[str] = said["tokens"]
     kinds: list[int] = said["token_type"]
-    # At import transformers would advise to install torch, which no step here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    silence_transformers()
     is_gemma = str(metadata.get("general.architecture")).startswith("gemma")
     if is_gemma:  # llama.cpp writes a run of spaces as spaces
         tokens = [_SPACE * len(each) if each and not each.strip(" ") else each for each in tokens]

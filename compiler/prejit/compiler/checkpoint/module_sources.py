@@ -69,7 +69,7 @@ def dense_weights(directory: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class AnswerRow:
+class AnswerRow(ParameterSource):
     """The difference of rows of a head, or one row: the score is its product with a hidden state.
 
     Attributes:
@@ -83,25 +83,15 @@ class AnswerRow:
     in_out: bool
 
     @property
-    def published(self) -> str:
+    def first(self) -> TensorSource:
         """See ParameterSource."""
-        return self.head.published
-
-    @property
-    def tensor(self) -> Tensor:
-        """See ParameterSource."""
-        return self.head.tensor
+        return self.head
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See ParameterSource."""
         width = self.head.shape[1]
         return (width, 1) if self.in_out else (1, width)
-
-    @property
-    def form(self) -> str:
-        """See ParameterSource."""
-        return ""
 
     def __getitem__(self, part: slice) -> Values:
         return self.read()[part]

@@ -8,9 +8,10 @@ blocks of 32 elements of E2M1, two a byte, the first in the low bits, and an exp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -36,45 +37,54 @@ _FP4 = np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
 """The values of the sixteen elements."""
 
 
-class ParameterSource(Protocol):
+class ParameterSource(ABC):
     """The source of a parameter, whose rows are read when they are used (see `int4_rounding.Rows`)."""
+
+    @property
+    @abstractmethod
+    def first(self) -> TensorSource:
+        """Its tensor, or the first one of several."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+
+    @abstractmethod
+    def __getitem__(self, part: slice, /) -> Values:
+        """Return a slice of the first axis, float32 and finite."""
 
     @property
     def published(self) -> str:
         """The name of its tensor, or of its first one."""
-        ...
+        return self.first.name
 
-    @property
-    def tensor(self) -> Tensor:
-        """Its tensor, or its first one."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter."""
-        ...
+    def read(self) -> Values:
+        """Return all values, float32 and finite."""
+        return self[slice(None)]
 
     @property
     def form(self) -> str:
         """How it was published, if that was in few bits; else empty."""
-        ...
+        return ""
 
-    def __getitem__(self, part: slice, /) -> Values:
-        """Return a slice of the first axis, float32 and finite."""
-        ...
-
-    def read(self) -> Values:
-        """Return all values, float32 and finite."""
-        ...
+    def integers(self) -> Integers | None:
+        """Return it as integers and scales; None: it is no such product."""
+        return None
 
 
 @dataclass(frozen=True)
-class TensorSource:
+class TensorSource(ParameterSource):
     """A tensor that is a parameter."""
 
-    published: str
+    name: str
     tensor: Tensor
     transposed: bool = False
+
+    @property
+    def first(self) -> TensorSource:
+        """See ParameterSource."""
+        return self
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,22 +96,22 @@ class TensorSource:
         return checked(tensor.read().T[part] if self.transposed else tensor.read(part), self)
 
     def read(self) -> Values:
-        """See ParameterSource."""
+        """See ParameterSource; a number has no axis to slice."""
         values = self.tensor.read()
         return checked(values.T if self.transposed else values, self)
 
     @property
     def form(self) -> str:
-        """See PublishedInFewBits."""
+        """See ParameterSource."""
         return self.tensor.few_bits.form if self.tensor.few_bits else ""
 
     def integers(self) -> Integers | None:
-        """See PublishedInFewBits."""
+        """See ParameterSource."""
         return self.tensor.few_bits.integers() if self.tensor.few_bits else None
 
 
 @dataclass(frozen=True)
-class StackSource:
+class StackSource(ParameterSource):
     """A parameter that a checkpoint holds as matrices of each expert.
 
     Attributes:
@@ -111,14 +121,9 @@ class StackSource:
     parts: tuple[tuple[TensorSource, ...], ...]
 
     @property
-    def published(self) -> str:
+    def first(self) -> TensorSource:
         """See ParameterSource."""
-        return self.parts[0][0].published
-
-    @property
-    def tensor(self) -> Tensor:
-        """See ParameterSource."""
-        return self.parts[0][0].tensor
+        return self.parts[0][0]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,45 +135,41 @@ class StackSource:
         each = [[matrix.read() for matrix in expert] for expert in self.parts[part]]
         return np.stack([np.concatenate(matrices) for matrices in each])
 
-    def read(self) -> Values:
-        """See ParameterSource."""
-        return self[slice(None)]
-
     @property
     def form(self) -> str:
-        """See PublishedInFewBits."""
-        return self.parts[0][0].form
+        """See ParameterSource."""
+        return self.first.form
 
     def integers(self) -> Integers | None:
-        """See PublishedInFewBits."""
+        """See ParameterSource."""
         from prejit.compiler.models.published_integers import joined
 
         return joined([[matrix.integers() for matrix in expert] for expert in self.parts])
 
 
 @dataclass(frozen=True)
-class ConvertedSource:
+class ConvertedSource(ParameterSource):
     """A parameter that a checkpoint holds in another form.
 
     Attributes:
-        published: the name of its first tensor.
+        name: the name of its first tensor.
         tensors: its tensors, each with experts as axis 0.
         rule: how they are stored.
     """
 
-    published: str
+    name: str
     tensors: tuple[Tensor, ...]
     rule: Converted
 
     @property
-    def tensor(self) -> Tensor:
+    def first(self) -> TensorSource:
         """See ParameterSource."""
-        return self.tensors[0]
+        return TensorSource(self.name, self.tensors[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See ParameterSource."""
-        shape = self.tensor.shape
+        shape = self.tensors[0].shape
         if self.rule.form == "mxfp4":
             return (*shape[:2], shape[2] * _BLOCK)
         return (shape[0], *shape[:0:-1])
@@ -180,18 +181,10 @@ class ConvertedSource:
             found = np.concatenate([found[:, ::2], found[:, 1::2]], axis=1)
         return checked(found, self)
 
-    def read(self) -> Values:
-        """See ParameterSource."""
-        return self[slice(None)]
-
     @property
     def form(self) -> str:
-        """See PublishedInFewBits."""
+        """See ParameterSource."""
         return "MXFP4, groups of 32" if self.rule.form == "mxfp4" else ""
-
-    def integers(self) -> Integers | None:
-        """See PublishedInFewBits."""
-        return None
 
     def mxfp4(self, expert: int) -> tuple[Values, Values] | None:
         """See PublishedAsMXFP4."""
@@ -232,7 +225,7 @@ def checked(values: Values, source: ParameterSource) -> Values:
         suspect = not np.isfinite(values.sum())
     if suspect and (count := values.size - int(np.isfinite(values).sum())):
         raise CheckpointError(
-            f"{source.tensor.path}: {source.published}: expected numbers that float32 holds, found "
+            f"{source.first.tensor.path}: {source.published}: expected numbers that float32 holds, found "
             f"{count} of {values.size} that are NaN or infinite",
             hint="take a checkpoint from before training failed: such a model writes nothing",
         )

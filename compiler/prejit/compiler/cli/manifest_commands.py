@@ -320,7 +320,7 @@ def check_model(
     """
     published = Path(model)
     if published.suffix == ".gguf" and published.is_file():
-        from prejit.compiler.checkpoint.gguf_directory import model_directory
+        from prejit.compiler.checkpoint.model_source import model_directory
 
         directory = model_directory(published)
         _print_published(directory, directory / published.name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.json_file import read_object
+from prejit.compiler.models.layers.config_checks import silence_transformers
 from prejit.runtime.errors import CheckpointError
 from prejit.runtime.format.checks.seldom_parts import Chat
 
@@ -65,8 +65,7 @@ def _tokens_of_class(directory: Path, settings: Mapping[str, Any]) -> Mapping[st
     """Return the special tokens that transformers' class of a tokenizer has by default."""
     if not (directory / "tokenizer.json").is_file() or settings.get("tokenizer_class") in _GENERAL:
         return {}
-    # At import transformers would advise to install torch, which no step here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    silence_transformers()
     from transformers import AutoTokenizer  # takes seconds, and files seldom leave names out
 
     try:

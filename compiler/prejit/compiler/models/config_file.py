@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,12 @@ from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.sentence import EncoderSource
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
-from prejit.compiler.models.layers.config_checks import check_config, check_file
+from prejit.compiler.models.layers.config_checks import (
+    check_config,
+    check_file,
+    config_classes,
+    transformers_config,
+)
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, refused, require
 from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
@@ -46,15 +50,6 @@ _TUNING = "attn_temperature_tuning"
 """A flag that is 4 in the published files of Llama 4, as transformers 4 wrote it; 5 refuses a number."""
 _MOST_LABELS = 2**16
 
-_UNREAD = frozenset(
-    (
-        *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "vision_config"),
-        *("name_or_path", "_name_or_path", "quantization_config"),
-    )
-)
-"""Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
-
-
 _FLOAT = "__float__"
 """The key of such an object."""
 
@@ -72,7 +67,7 @@ def load_config(directory: Path, *, images: bool = False) -> Any:
     """
     config = _load_config(directory, DECODERS, "[generate]")
     if images:
-        from prejit.compiler.models.sight_config import read_sight  # few models have any
+        from prejit.compiler.models.image_config import read_sight  # few models have any
 
         config.sight = read_sight(directory, config)
     return config
@@ -181,11 +176,7 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
     Raises:
         CheckpointError: a value is one that no model can have, or transformers does not accept it.
     """
-    # At import transformers would advise to install torch, which no step here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import CONFIG_MAPPING
-
-    content = _with_floats(content)
+    classes, content = config_classes(), _with_floats(content)
     text, prefix, family = content, "", content["model_type"]
     if family in _TEXT_MODELS:
         part = content.get("text_config")
@@ -198,17 +189,17 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
         text, prefix, family = part, "text_config.", part.get("model_type", kinds[0])
         if family not in kinds:
             raise refused(file, "text_config.model_type", " or ".join(map(shown, kinds)), family)
-    if family not in CONFIG_MAPPING:
+    if family not in classes:
         raise CheckpointError(
             f"{file}: {prefix}model_type: the transformers installed here does not have {shown(family)}",
             hint="pip install --upgrade transformers",
         )
     if type(text.get(_TUNING)) is int:
         text = {**text, _TUNING: text[_TUNING] != 0}
-    check_file(file, text, families[family].keys, CONFIG_MAPPING[family], prefix)
-    read = {key: value for key, value in text.items() if key not in _UNREAD}
-    try:
-        config = CONFIG_MAPPING[family].from_dict(read)
+    kind = classes[family]
+    check_file(file, text, families[family].keys, kind, prefix)
+
+    def complete(config: Any) -> Any:
         if prefix:
             # The only key that transformers reads beside text_config. Its default differs by family; a
             # checkpoint that does not fit it is refused.
@@ -220,14 +211,11 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
             tied = text.get("tie_word_embeddings") is not False
             config.tie_word_embeddings = text.get("scale_decoder_outputs", tied)
         config.name_or_path = str(file.parent)
-        config = with_layer_heads(config)
-    except Exception as error:  # KeyError, ValueError, huggingface_hub's own and others
-        reason = error.args[0] if error.args else type(error).__name__
-        where = str(file)
-        if (key := _refused_null(CONFIG_MAPPING[family], read, error)) is not None:
-            where = f"{file}: {prefix}{key}: expected a value or no such key, found null"
-        raise CheckpointError(f"{where}: transformers refuses it: {reason}") from error
-    return config
+        return with_layer_heads(config)
+
+    # A text model does not read the tower of images beside it.
+    read = {key: value for key, value in text.items() if key != "vision_config"}
+    return transformers_config(file, kind, read, prefix, complete)
 
 
 def with_layer_heads(config: Any) -> Any:
@@ -240,15 +228,3 @@ def with_layer_heads(config: Any) -> Any:
         config.layer_heads = [(each.num_key_value_heads, each.head_dim) for each in layers]
         config.per_layer_config = None
     return config
-
-
-def _refused_null(kind: Any, read: Mapping[str, Any], error: Exception) -> str | None:
-    """Return the key that is null and without which transformers refuses nothing, or something else."""
-    for key in (key for key, value in read.items() if value is None):
-        try:
-            kind.from_dict({name: value for name, value in read.items() if name != key})
-        except Exception as other:
-            if str(other) == str(error):
-                continue
-        return key
-    return None

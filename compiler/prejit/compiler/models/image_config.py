@@ -1,9 +1,12 @@
-"""Read the configuration of a model that reads images, and make it as an abstract flax nnx module."""
+"""Read the configuration of a model that reads images.
+
+An image encoder is made as an abstract flax nnx module. Of a decoder whose prompts may hold images this reads
+what its checkpoint says of them: the tower in config.json, the processor, the tokenizer.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,21 @@ from prejit.compiler.models.families.image_models import (
     SingleTower,
     TwoTowers,
 )
-from prejit.compiler.models.families.image_processing import ImageProcessing, read_processing
+from prejit.compiler.models.families.image_processing import FILES, ImageProcessing, read_processing
 from prejit.compiler.models.families.image_table import IMAGE_MODELS, ImageRow
 from prejit.compiler.models.families.image_towers import ImageFamily
+from prejit.compiler.models.families.seeing_decoder import Sight
 from prejit.compiler.models.families.sentence import EncoderConfig
 from prejit.compiler.models.families.sentence_layout import read_layout
 from prejit.compiler.models.layers import forms_while_tracing
-from prejit.compiler.models.layers.config_checks import check_config, check_file
+from prejit.compiler.models.layers.config_checks import (
+    Checks,
+    check_config,
+    check_file,
+    checks_of,
+    config_classes,
+    transformers_config,
+)
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, Naming, refused
 from prejit.compiler.models.layers.linear import ACTIVATIONS
 from prejit.compiler.models.parameters import Parameter, parameters_of
@@ -35,11 +46,17 @@ from prejit.runtime.format.bundle_schema import Images
 
 _LABELED = "ForImageClassification"
 _MOST_LABELS = 2**16
-_UNREAD = (
-    *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "name_or_path"),
-    "_name_or_path",
+SEEING = {"gemma3": "siglip_vision_model"}
+"""The model types whose images are read, with the model_type of their tower."""
+
+_PROCESSOR = "Gemma3ImageProcessor"
+_VISION = checks_of(
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps", "hidden_act"),
+    *("image_size", "patch_size", "intermediate_size"),
 )
-"""Keys that no family reads. transformers would act on them."""
+_MARKS = ("boi_token", "image_token", "eoi_token")
+_TOKENS = 256
+"""The tokens of an image where a file does not say it, as in transformers."""
 
 
 def load_images(directory: Path) -> ImageSource:
@@ -49,10 +66,6 @@ def load_images(directory: Path) -> ImageSource:
         CheckpointError: a file is missing, transformers does not accept it, or a setting is not supported;
             the error names file, key, value and what is allowed.
     """
-    # At import transformers would advise to install torch, which no step here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import CONFIG_MAPPING
-
     file = directory / "config.json"
     content = read_object(
         file, "expected a directory in the Hugging Face layout, with config.json in it"
@@ -75,33 +88,39 @@ def load_images(directory: Path) -> ImageSource:
             f"{file}: quantization_config: expected none, found {shown(content['quantization_config'])}",
             hint="take the checkpoint in float32, bfloat16 or float16",
         )
-    _check_content(file, content, row, CONFIG_MAPPING[family])
-    read = {key: value for key, value in content.items() if key not in _UNREAD}
-    try:
-        config: Any = CONFIG_MAPPING[family].from_dict(read)
-    except Exception as error:  # ValueError, huggingface_hub's own and others
-        reason = error.args[0] if error.args else type(error).__name__
-        raise CheckpointError(f"{file}: transformers refuses it: {reason}") from error
+    kind = config_classes()[family]
+    _check_content(file, content, row, kind)
+    config = transformers_config(file, kind, content)
     config.name_or_path = str(directory)
     for part, prefix in _parts(config, row):
         texts = prefix == "text_config."
-        check_config(file, part, row.text_keys if texts else row.keys, prefix)
-        allowed = row.text_allowed if texts else row.allowed
-        for key, values in {**allowed, "hidden_act": tuple(ACTIVATIONS)}.items():
-            found = getattr(part, key, values[0])
-            if found not in values:
-                raise refused(file, prefix + key, " or ".join(map(shown, values)), found)
-        if part.hidden_size % part.num_attention_heads:
-            raise refused(
-                file,
-                f"{prefix}hidden_size",
-                f"a multiple of num_attention_heads = {part.num_attention_heads}",
-                part.hidden_size,
-            )
+        checks = row.text_keys if texts else row.keys
+        _check_tower(file, part, checks, row.text_allowed if texts else row.allowed, prefix)
     processing = read_processing(directory, row.processor)
     _check_image(file, config, row, processing)
     labels, scores = _labels(file, content) if labeled else ((), "softmax")
     return ImageSource(config, processing, labels, scores, read_layout(directory))
+
+
+def _check_tower(
+    file: Path, part: Any, checks: Checks, allowed: Mapping[str, tuple[Any, ...]], prefix: str
+) -> None:
+    """Check the configuration of a tower; `prefix` precedes its keys."""
+    check_config(file, part, checks, prefix)
+    for key, values in {**allowed, "hidden_act": tuple(ACTIVATIONS)}.items():
+        found = getattr(part, key, values[0])
+        if found not in values:
+            raise refused(file, prefix + key, " or ".join(map(shown, values)), found)
+    if part.hidden_size % part.num_attention_heads:
+        multiple = f"a multiple of num_attention_heads = {part.num_attention_heads}"
+        raise refused(file, f"{prefix}hidden_size", multiple, part.hidden_size)
+
+
+def _check_size(file: Path, processing: ImageProcessing, size: int, prefix: str) -> None:
+    """Check that the processor makes pictures of the size that the tower takes."""
+    if processing.size != (size, size):
+        wanted = f"{size} x {size}, the {prefix}image_size of {file}"
+        raise refused(processing.file, "size", wanted, " x ".join(map(str, processing.size)))
 
 
 def _is_labeled(file: Path, content: Mapping[str, Any], row: ImageRow) -> bool:
@@ -151,11 +170,8 @@ def _check_image(file: Path, config: Any, row: ImageRow, processing: ImageProces
     size, patch = image.image_size, image.patch_size
     if patch > min(size, *processing.size):
         raise refused(file, f"{prefix}patch_size", "at most the size of pictures", patch)
-    if fixed and processing.size != (size, size):
-        found = " x ".join(map(str, processing.size))
-        raise refused(
-            processing.file, "size", f"{size} x {size}, the {prefix}image_size of {file}", found
-        )
+    if fixed:
+        _check_size(file, processing, size, prefix)
     if tower.block.rotary and (image.hidden_size // image.num_attention_heads) % 4:
         wanted = "4 times as many numbers for each head, or a multiple of that"
         raise refused(file, f"{prefix}hidden_size", wanted, image.hidden_size)
@@ -312,3 +328,98 @@ def published_parameters(directory: Path, *, out_in: bool) -> tuple[dict[str, Pa
     source = load_images(directory)
     parameters = parameters_of(make_images(source, out_in=out_in))
     return parameters, IMAGE_MODELS[source.config.model_type].naming
+
+
+def read_sight(directory: Path, text: Any) -> Sight:
+    """Return what a decoder needs to read images.
+
+    Raises:
+        CheckpointError: the model reads no images, a file is missing or has a mistake, or a setting is not
+            supported; the error names file, key, value and what is allowed.
+    """
+    file = directory / "config.json"
+    content = read_object(file)
+    family = content.get("model_type")
+    if family not in SEEING:
+        known = " or ".join(map(shown, SEEING))
+        raise CheckpointError(
+            f"{file}: model_type: expected {known} for generate.images, found {shown(family)}",
+            hint="leave images out of [generate]: this model is built for texts alone",
+        )
+    part = content.get("vision_config")
+    if not isinstance(part, dict):
+        raise refused(file, "vision_config", "an object", part)
+    kind = config_classes()[SEEING[family]]
+    if (found := part.get("model_type", SEEING[family])) != SEEING[family]:
+        raise refused(file, "vision_config.model_type", shown(SEEING[family]), found)
+    check_file(file, part, _VISION, kind, "vision_config.")
+    vision = transformers_config(file, kind, part, "vision_config.")
+    _check_tower(file, vision, _VISION, {"num_channels": (3,)}, "vision_config.")
+    if (cap := getattr(text, "final_logit_softcapping", None)) is not None:
+        # transformers' class for images has no bound of logits, its class for texts has.
+        raise refused(file, "text_config.final_logit_softcapping", "null", cap)
+    tokens = _tokens(file, content, vision)
+    processing = read_processing(directory, _PROCESSOR)
+    _check_size(file, processing, vision.image_size, "vision_config.")
+    token_id, marks = _tokenizer(directory, content, text.vocab_size)
+    return Sight(vision, processing, tokens, token_id, marks)
+
+
+def describe_sight(sight: Sight, width: int) -> Images:
+    """Return what generation needs to know of images; `width` is the decoder's."""
+    processing = sight.processing
+    return Images(
+        sight.vision.model_type,
+        sight.tokens * width,
+        processing.size,
+        processing.resize,
+        processing.resample,
+        tokens=sight.tokens,
+        token_id=sight.token_id,
+        marks=sight.marks,
+    )
+
+
+def _tokens(file: Path, content: Mapping[str, Any], vision: Any) -> int:
+    """Return the number of tokens of an image, which make a square."""
+    tokens: Any = content.get("mm_tokens_per_image", _TOKENS)
+    patches = vision.image_size // vision.patch_size
+    side = round(tokens**0.5) if type(tokens) is int and 0 < tokens <= 2**20 else 0
+    if side == 0 or side**2 != tokens or patches < side or patches % side:
+        wanted = f"the square of a number that divides the {patches} patches of a row"
+        raise refused(file, "mm_tokens_per_image", wanted, tokens)
+    processor = file.with_name(FILES[0])
+    found = read_object(processor, required=False).get("image_seq_length", _TOKENS)
+    if found != tokens:
+        wanted = f"{tokens}, the mm_tokens_per_image of {file}"
+        raise refused(processor, "image_seq_length", wanted, found)
+    return int(tokens)
+
+
+def _tokenizer(
+    directory: Path, content: Mapping[str, Any], vocab_size: int
+) -> tuple[int, tuple[str, str, str]]:
+    """Return the token of images, and the texts of the tokens before, in and behind one."""
+    file, tokenizer = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    settings = read_object(file, "expected the files that were published with the model")
+    extra = settings.get("extra_special_tokens")
+    settings = {**(extra if isinstance(extra, dict) else {}), **settings}
+    added = read_object(tokenizer, "prompts with images are texts").get("added_tokens")
+    try:
+        ids = {str(each["content"]): int(each["id"]) for each in added or ()}
+    except (TypeError, ValueError, LookupError) as error:
+        raise refused(tokenizer, "added_tokens", "objects with id and content", added) from error
+    texts = []
+    for name in _MARKS:
+        token = settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str) or text not in ids:
+            raise refused(file, name, f"one of the added_tokens of {tokenizer}", text)
+        texts.append(text)
+    token_id, found = ids[texts[1]], content.get("image_token_index", content.get("image_token_id"))
+    if found is None:
+        found = 262_144  # as in transformers
+    if found != token_id or not 0 <= token_id < vocab_size:
+        wanted = f"{token_id}, the id of {shown(texts[1])}, below the vocab_size {vocab_size}"
+        raise refused(directory / "config.json", "image_token_index", wanted, found)
+    return token_id, (texts[0], texts[1], texts[2])

@@ -89,30 +89,24 @@ class FormTable:
         return {(each.conditions, each.product): each for each in self.entries}
 
     @cached_property
-    def by_level(self) -> Mapping[tuple[str, Product], Measured]:
-        """The latest entry for each level and product."""
-        return {(each.conditions.level, each.product): each for each in self.oldest_first}
-
-    @cached_property
-    def by_cpu(self) -> Mapping[tuple[str, str, Product], Measured]:
-        """The latest entry for each level, name of a CPU and product."""
-        return {
-            (each.conditions.level, each.conditions.cpu, each.product): each
-            for each in self.oldest_first
-        }
-
-    @cached_property
-    def by_jaxlib(self) -> Mapping[tuple[str, str, Product], Measured]:
-        """The latest entry for each level, version of jaxlib and product."""
-        return {
-            (each.conditions.level, each.conditions.jaxlib, each.product): each
-            for each in self.oldest_first
-        }
-
-    @cached_property
     def oldest_first(self) -> list[Measured]:
         """The entries in the order of their dates."""
         return sorted(self.entries, key=lambda each: (each.date, each.conditions))
+
+    @cached_property
+    def _of_product(self) -> Mapping[Product, list[Measured]]:
+        """The entries of each product, the oldest first."""
+        found: dict[Product, list[Measured]] = {}
+        for each in self.oldest_first:
+            found.setdefault(each.product, []).append(each)
+        return found
+
+    def latest(self, product: Product, **conditions: str) -> Measured | None:
+        """Return the latest entry of a product whose conditions have these values; None: there is none."""
+        for each in reversed(self._of_product.get(product, ())):
+            if all(getattr(each.conditions, name) == conditions[name] for name in conditions):
+                return each
+        return None
 
     def merged(self, newer: FormTable) -> FormTable:
         """Return the entries of both tables; for the same product and conditions, the newer one."""
@@ -329,14 +323,14 @@ class KnownForms:
                 in `nearest`.
             fresh: whether to ignore the recorded table.
         """
-        at = (conditions.level, product)
-        found = self.given.by_jaxlib.get((conditions.level, conditions.jaxlib, product))
-        found = found or self.given.by_level.get(at)
+        level, given, recorded = conditions.level, self.given, self.recorded
+        found = given.latest(product, level=level, jaxlib=conditions.jaxlib)
+        found = found or given.latest(product, level=level)
         found = found or self.own.by_conditions.get((conditions, product))
         if found or fresh:
             return found
-        on_this_cpu = self.recorded.by_cpu.get((conditions.level, conditions.cpu, product))
-        return on_this_cpu or self.recorded.by_level.get(at)
+        on_this_cpu = recorded.latest(product, level=level, cpu=conditions.cpu)
+        return on_this_cpu or recorded.latest(product, level=level)
 
     def missing(
         self, products: Iterable[Product], conditions: Conditions, *, fresh: bool = False

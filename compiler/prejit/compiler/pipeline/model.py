@@ -306,9 +306,9 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     shape = model_registry.describe(config, cache_dtype(manifest))
     images = None
     if files.images:
-        from prejit.compiler.models import sight_config
+        from prejit.compiler.models import image_config
 
-        images = sight_config.describe_sight(config.sight, config.hidden_size)
+        images = image_config.describe_sight(config.sight, config.hidden_size)
     return ModelSource(files, config, shape, decoder, room, images)
 
 

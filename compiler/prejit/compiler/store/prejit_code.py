@@ -109,7 +109,7 @@ SIZES = ("prejit.compiler.pipeline.measure.sizes_child:_compare",)
 """The code that compares programs with their functions at other sizes."""
 TOKENIZER = (
     "prejit.compiler.checkpoint.tokenizer_check",
-    "prejit.compiler.checkpoint.encoder_tokenizer",
+    "prejit.compiler.checkpoint.configured_tokenizer",
 )
 """The code that tries a tokenizer."""
 KERNELS = (

@@ -19,9 +19,9 @@ from tokenizers import pre_tokenizers as pre
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.gguf_config import config_of
-from prejit.compiler.checkpoint.gguf_directory import model_directory
 from prejit.compiler.checkpoint.gguf_tensors import read_gguf
 from prejit.compiler.checkpoint.gguf_tokenizer import tokenizer_of
+from prejit.compiler.checkpoint.model_source import model_directory
 from prejit.compiler.models import config_file
 from prejit.runtime.errors import CheckpointError
 

@@ -43,6 +43,7 @@ def write(name, directory, config=None, processor=None):
         ("vit-0", {"hidden_act": "mish"}, 'hidden_act: expected .*, found "mish"'),
         ("vit-0", {"hidden_size": 25}, "hidden_size: expected a multiple of num_attention_heads"),
         ("vit-0", {"image_size": [21, 21]}, r"image_size: expected an integer .*, found \[21"),
+        ("vit-0", {"layer_norm_eps": None}, "layer_norm_eps: expected a value .* found null"),
         ("vit-0", {"image_size": 28}, "preprocessor_config.json: size: expected 28 x 28"),
         ("vit-0", {"patch_size": 22}, "patch_size: expected at most the size of pictures"),
         ("vit-0", {"qkv_bias": 1}, "qkv_bias: expected true or false, found 1"),

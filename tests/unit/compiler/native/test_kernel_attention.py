@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.models.layers import cache_rows
+from prejit.compiler.models.layers import attention as attention_layer
 
 from . import kernel_builds, kernel_frames
 from .kernel_builds import TESTS
@@ -75,7 +75,7 @@ def run(case, library):
 
 
 def stored_rows(x, dtype):
-    return np.array(cache_rows.stored_rows(x, dtype))
+    return np.array(attention_layer.stored_rows(x, dtype))
 
 
 def reference(case):

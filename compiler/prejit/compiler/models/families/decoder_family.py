@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -10,9 +11,9 @@ import jax
 from flax import nnx
 
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.attention import LayerCache, NewTokens
 from prejit.compiler.models.layers.experts import ExpertGate, Routing
-from prejit.compiler.models.layers.layer_config import LayerCache, Split, require, unsupported
+from prejit.compiler.models.layers.layer_config import Split, require, unsupported
 from prejit.compiler.models.layers.linear import RMSNorm
 
 
@@ -235,7 +236,7 @@ class DecoderFamily:
         rotary: returns how heads of a size turn; None: `rope_parameters` says it.
         growth: returns how the queries of layers grow whose heads do not turn; None: they do not.
         turns_back: whether heads turn in the other direction.
-        turns_layer: returns whether heads of a layer turn; None: those of all layers do.
+        turns_layer: returns whether heads of a layer turn.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
         rope_extra: what else the family reads of `rope_parameters`.
         windows: the layers with a `sliding_window`: none, each, or by the layer's type; or what returns the
@@ -246,16 +247,16 @@ class DecoderFamily:
         score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
         norms_embeddings: whether the norm of the last block's results is one of embeddings, too.
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
-        residual_scale: key of the factor of what attention and the MLP add; empty: there is none.
         experts: what takes the place of the MLP; None: nothing does.
         states: the layers with a state; None: there are none.
         attends: returns whether a layer has attention; None: those without a state have.
         feeds: returns whether a layer has an MLP or experts.
-        factors: returns other factors of what the parts of a block read and add; None: there are none.
+        factors: returns the factors of what the parts of a block read and add.
         is_latent: whether attention is that of latent_attention.py.
         gates_attention: whether each head of queries has a gate of its results, beside it in one matrix.
+        gates_heads: whether the gate that is a matrix of its own has one number for each head.
         layer_embeddings: returns the width of what each layer adds of a token's embedding for this layer
-            (layer_embeddings.py); 0: there are none.
+            (decoder_parts.py); 0: there are none.
     """
 
     names: DecoderNames = DecoderNames()
@@ -283,7 +284,7 @@ class DecoderFamily:
     rotary: Callable[[Any, int], rope.Rotary] | None = None
     growth: Callable[[Any], rope.Rotary | None] = lambda config: None
     turns_back: bool = False
-    turns_layer: Callable[[Any, int], bool] | None = None
+    turns_layer: Callable[[Any, int], bool] = lambda config, layer: True
     is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
     windows: Literal["", "each", "by type"] | Callable[[Any, int], int | None] = ""
@@ -294,30 +295,25 @@ class DecoderFamily:
     norms_embeddings: bool = False
     embedding_scale: Callable[[Any], float] | None = None
     logit_scale: Callable[[Any], float] | None = None
-    residual_scale: str = ""
     experts: Experts | None = None
     states: States | None = None
     attends: Callable[[Any, int], bool] | None = None
     feeds: Callable[[Any, int], bool] = lambda config, layer: True
-    factors: Callable[[Any], Factors] | None = None
+    factors: Callable[[Any], Factors] = lambda config: Factors()
     is_latent: bool = False
     gates_attention: bool = False
+    gates_heads: bool = False
     layer_embeddings: Callable[[Any], int] = lambda config: 0
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of config.json that the fields name."""
-        fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
-        fields += [self.head_bias, self.is_interleaved, self.clip]
-        fields += [] if self.states is None else [self.states.bias]
         found: list[Any] = [
-            self.epsilon,
-            self.activation,
-            self.inner,
-            self.score_cap,
-            self.logit_cap,
-            *fields,
+            *(self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap),
+            *(self.bias, self.output_bias, self.mlp_bias, self.head_bias),
+            *(self.is_parallel, self.is_interleaved, self.clip),
         ]
+        found += [] if self.states is None else [self.states.bias]
         if (mixture := self.experts) is not None:
             found += [key for key, _ in mixture.swiglu]
             found += [mixture.count, mixture.inner, mixture.chosen, mixture.is_normalized]
@@ -343,13 +339,6 @@ class DecoderFamily:
             return self.attends(config, layer)
         return not self.has_state(config, layer)
 
-    def block_factors(self, config: Any) -> Factors:
-        """Return the factors of a block."""
-        if self.factors is not None:
-            return self.factors(config)
-        scale = float(getattr(config, self.residual_scale)) if self.residual_scale else 1.0
-        return Factors(attention=scale, state=scale, mlp=scale)
-
     def heads(self, config: Any, context: int | None = None) -> list[Heads]:
         """Return the heads of each layer, in programs for contexts up to `context`.
 
@@ -370,18 +359,19 @@ class DecoderFamily:
         elif self.windows == "each":
             windows = [_window(config)] * count
         elif self.windows:
-            windows = _windows_by_type(config)
+            windows = _windows_by_type(config, attends)
         kinds: list[Any] = [None] * count
         if self.turns in _KINDS_OF_LAYERS:
             kinds = getattr(config, _KINDS_OF_LAYERS[self.turns])[:count]
-        turned = [self.turns_layer is None or self.turns_layer(config, n) for n in range(count)]
+        turned = [self.turns_layer(config, layer) for layer in range(count)]
         keys = getattr(config, "num_key_value_heads", None) or queries
         keys = keys if self.key_heads is None else self.key_heads(config)
         sizes = [(keys, size)] * count
         if self.layer_heads is not None:
             sizes = [self.layer_heads(config, layer) for layer in range(count)]
         ways = [(kind, size) for kind, (_, size) in zip(kinds, sizes, strict=True)]
-        rotary = {way: self._rotary(config, *way, context) for way in dict.fromkeys(ways)}
+        of_heads = dict.fromkeys(way for way, there in zip(ways, attends, strict=True) if there)
+        rotary = {way: self._rotary(config, *way, context) for way in of_heads}
         if self.is_latent:  # all heads attend to the same latents
             sizes = [(1, config.kv_lora_rank + size)] * count
         return [
@@ -469,10 +459,10 @@ def _window(config: Any) -> int | None:
     return size
 
 
-def _windows_by_type(config: Any) -> list[int | None]:
-    """Return the window of each layer, by `layer_types`."""
+def _windows_by_type(config: Any, attends: list[bool]) -> list[int | None]:
+    """Return the window of each layer, by `layer_types`; `attends` says which have attention."""
     kinds = config.layer_types
-    for kind in kinds:
+    for kind in itertools.compress(kinds, attends):
         require(config, "layer_types", kind, ["full_attention", "sliding_attention"])
     if "sliding_attention" not in kinds:
         return [None] * len(kinds)

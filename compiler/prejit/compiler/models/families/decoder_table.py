@@ -1,6 +1,6 @@
 """The table of decoders: for each model_type how it differs from Llama, and what it reads of config.json.
 
-llama_like_table.py and older_decoder_table.py have more, mixture_table.py those with experts.
+further_decoder_table.py and lfm_table.py have more, mixture_table.py those with experts.
 
 A family that differs from one here in names, norms, biases or the like is a row. Logits agree with those of
 transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
@@ -21,7 +21,6 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     granite     IBM 2024, Granite 3.0 Language Models
     helium      Kyutai 2025, Helium 1
     hunyuan_v1_dense    Tencent 2025, Hunyuan 0.5B to 7B
-    lfm2        Liquid AI 2025, arXiv 2511.23404
     llama       Touvron et al. 2023 (Llama 2), arXiv 2307.09288; Grattafiori et al. 2024 (Llama 3), 2407.21783
                 (also Falcon 3, Yi, SmolLM 2)
     ministral, ministral3   Mistral AI 2024 and 2025; of a model that also reads images, the text model
@@ -47,11 +46,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, States
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Factors
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
-from prejit.compiler.models.layers.causal_convolution import ShortConvolution
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming, require
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
@@ -100,13 +98,14 @@ def rotary(
     grouped: bool = True,
     build: Callable[[Any, int | None], TextDecoder] | None = None,
     check: Callable[[Any], None] | None = None,
+    multiples: tuple[tuple[str, str], ...] = (),
     **allowed: Any,
 ) -> Family:
     """Return a family whose heads turn.
 
     `keys` are those that it reads beside the ones that its fields name, and `allowed` gives the supported
     values of keys. `grouped`: whether query heads may share a key/value head. `build` and `check` take
-    the place of the family's.
+    the place of the family's; `multiples` are others than that of heads.
     """
     groups = ("num_key_value_heads",) if grouped else ()
     windows = {"": (), "each": ("sliding_window",), "by type": ("sliding_window", "layer_types")}
@@ -117,9 +116,16 @@ def rotary(
         checks_of(*_SIZES, *groups, *family.keys, *of_windows, *keys),
         activation=family.activation,
         allowed=allowed,
-        multiples=tuple(("num_attention_heads", key) for key in groups),
+        multiples=(*(("num_attention_heads", key) for key in groups), *multiples),
         check=check or family.heads,
     )
+
+
+def check_latent(family: DecoderFamily, config: Any) -> None:
+    """Check that all heads attend to the same latents."""
+    heads = config.num_attention_heads
+    require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
+    family.heads(config)
 
 
 def in_sliding_layers(config: Any, layer: int) -> bool:
@@ -202,14 +208,23 @@ EXAONE4 = DecoderFamily(
         config.sliding_window is None or in_sliding_layers(config, layer)
     ),
 )
+
+
+def _granite_factors(config: Any) -> Factors:
+    scale = float(config.residual_multiplier)
+    return Factors(attention=scale, state=scale, mlp=scale)
+
+
 GRANITE = replace(
     LLAMA,
     scale=lambda config, layer: config.attention_multiplier,
     embedding_scale=lambda config: config.embedding_multiplier,
     logit_scale=lambda config: 1 / config.logits_scaling,
-    residual_scale="residual_multiplier",
+    factors=_granite_factors,
 )
-MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
+MULTIPLIERS = (
+    *("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+)
 _SMOLLM3 = replace(
     LLAMA, windows="by type", turns_layer=lambda config, layer: bool(config.no_rope_layers[layer])
 )
@@ -300,7 +315,7 @@ COHERE2 = DecoderFamily(
     windows="by type",
     logit_scale=lambda config: config.logit_scale,
 )
-_COHERE = replace(COHERE2, turns_layer=None, windows="", norms_heads="own")
+_COHERE = replace(COHERE2, turns_layer=LLAMA.turns_layer, windows="", norms_heads="own")
 
 
 def normed_if_large(family: DecoderFamily, config: Any, context: int | None) -> TextDecoder:
@@ -321,49 +336,6 @@ _SEED = replace(LLAMA, output_bias="attention_out_bias")
 ERNIE = DecoderFamily(bias="use_bias", mlp_bias="use_bias", is_interleaved=True)
 
 
-def _lfm2_inner(config: Any, layer: int) -> int:
-    """Return the width of LFM2's MLP, which its settings may round."""
-    inner, step = int(config.intermediate_size), config.block_multiple_of
-    if not config.block_auto_adjust_ff_dim:
-        return inner
-    inner = int(config.block_ffn_dim_multiplier * int(2 * inner / 3))
-    return int(step * ((inner + step - 1) // step))
-
-
-def check_lfm2(family: DecoderFamily, config: Any) -> None:
-    """Check the kinds of layers."""
-    for kind in config.layer_types:
-        require(config, "layer_types", kind, ["full_attention", "conv"])
-    family.heads(config)
-
-
-LFM2 = DecoderFamily(
-    DecoderNames(
-        norm="embedding_norm",
-        attention_norm="operator_norm",
-        head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
-        output="self_attn.out_proj",
-        mlp_norm="ffn_norm",
-        up=("feed_forward.w1", "feed_forward.w3"),
-        down="feed_forward.w2",
-        state="conv",
-        state_output="conv.out_proj",
-    ),
-    epsilon="norm_eps",
-    activation="",
-    inner=_lfm2_inner,
-    states=States(
-        lambda config: ShortConvolution(
-            config.hidden_size, config.conv_L_cache, bias=config.conv_bias
-        ),
-        layers=lambda config, layer: bool(config.layer_types[layer] == "conv"),
-        bias="conv_bias",
-    ),
-)
-_LFM2_KEYS = (
-    *("intermediate_size", "layer_types", "conv_L_cache", "block_multiple_of"),
-    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
-)
 _APERTUS = DecoderFamily(
     replace(
         UNGATED,
@@ -443,7 +415,6 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "granite": rotary(GRANITE, *MULTIPLIERS),
     "helium": rotary(replace(LLAMA, output_bias=False, is_interleaved=True)),
     "hunyuan_v1_dense": rotary(HUNYUAN),
-    "lfm2": rotary(LFM2, *_LFM2_KEYS, check=partial(check_lfm2, LFM2)),
     "llama": rotary(LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
     "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=TEXT_PART),

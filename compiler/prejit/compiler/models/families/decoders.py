@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from prejit.compiler.models.families import decoder_experts, layer_embeddings
+from prejit.compiler.models.families import decoder_parts
 from prejit.compiler.models.families.decoder_family import (
     NO_HEADS,
     DecoderFamily,
@@ -28,8 +28,7 @@ from prejit.compiler.models.families.decoder_family import (
 )
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import forms_while_tracing, rope
-from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.layer_config import KVCache, LayerCache, empty_layer
+from prejit.compiler.models.layers.attention import KVCache, LayerCache, NewTokens, empty_layer
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     XIELU,
@@ -126,7 +125,7 @@ class DecoderStack(nnx.Module):
         each = enumerate(family.heads(config, context))
         blocks = [Block(family, config, heads, layer) for layer, heads in each]
         place(self, names.layers, nnx.List(blocks))
-        self.layer_embeddings = layer_embeddings.place_tables(self, family, config)
+        self.layer_embeddings = decoder_parts.place_layer_tables(self, family, config)
         # Layers behind it read keys that are there: they compute what results need, as the last one does.
         self.last_of_all_tokens = max(
             n for n, block in enumerate(blocks) if block.key_source is None
@@ -154,7 +153,7 @@ class DecoderStack(nnx.Module):
         if self.norms_embeddings:
             x = part_of(self, self.names.norm)(x)
         x = split(x, "data")
-        own = layer_embeddings.of_tokens(self, tokens, x) if self.layer_embeddings else None
+        own = decoder_parts.layer_vectors(self, tokens, x) if self.layer_embeddings else None
         ways = dict.fromkeys(block.heads.rotary for block in blocks if block.heads.rotary)
         turns = {rotary: rope.turns(rotary, new.positions) for rotary in ways}
         layers, kept = [*cache], dict[int, KeysValues]()
@@ -166,7 +165,7 @@ class DecoderStack(nnx.Module):
             x, layers[at] = block(x, turns, new, layers[at], kept, last=last)
             if own is not None:
                 each = own[:, :, number]
-                x = layer_embeddings.added(block, x, new.wanted(each) if last else each)
+                x = decoder_parts.with_layer_vectors(block, x, new.wanted(each) if last else each)
             if self.names.block_scale:
                 x = x * part_of(block, self.names.block_scale)[...]
         return part_of(self, self.names.norm)(x), tuple(layers)
@@ -185,7 +184,7 @@ class Block(nnx.Module):
         self.query_norm = names.head_norms[0] if names.head_norms else ""
         self.norms_heads, self.has_qkv_by_head = family.norms_heads, family.has_qkv_by_head
         self.is_parallel: bool = family.of(config, family.is_parallel)
-        self.factors = family.block_factors(config)
+        self.factors = family.factors(config)
         self.activation: str = getattr(config, family.activation) if family.activation else "silu"
         self.has_xielu = self.activation == "xielu"
         self.clip: float | None = getattr(config, family.clip) if family.clip else None
@@ -203,7 +202,7 @@ class Block(nnx.Module):
         self.mixture: MixtureSettings | None = None
         self.has_shared = self.has_latent = False
         if self.layer_embeddings:
-            layer_embeddings.place_products(self, family, config)
+            decoder_parts.place_layer_products(self, family, config)
         if names.block_scale:
             place(self, names.block_scale, nnx.Param(jnp.ones(1)))
         self.mixes = self.has_state or self.attends
@@ -231,7 +230,7 @@ class Block(nnx.Module):
 
     def _place_feed(self, family: DecoderFamily, config: Any, layer: int) -> None:
         if family.experts is not None and family.experts.layers(config, layer):
-            self.mixture = decoder_experts.place_experts(self, family, family.experts, config)
+            self.mixture = decoder_parts.place_experts(self, family, family.experts, config)
             return
         inner, bias = family.inner_width(config, layer), family.of(config, family.mlp_bias)
         if self.has_xielu:
@@ -254,7 +253,8 @@ class Block(nnx.Module):
             bias = family.of(config, family.output_bias)
         place(self, names.output, Linear(queries, width, bias=bias))
         if names.attention_gate:
-            place(self, names.attention_gate, Linear(width, queries, bias=False))
+            gates = heads.queries if family.gates_heads else queries
+            place(self, names.attention_gate, Linear(width, gates, bias=False))
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
         of_heads: list[Any] = [heads.size] * 2
@@ -307,7 +307,7 @@ class Block(nnx.Module):
         else:
             read = new.wanted(normed) if last else normed
         if self.mixture is not None:
-            mixed = decoder_experts.mixed(self, self.mixture, read, x)
+            mixed = decoder_parts.mixed(self, self.mixture, read, x)
             return self._joined(x, mixed, names.after_mlp, factors.mlp), layer
         inner = self.widened(read, names.up)
         return self._add(x, names.down, inner, names.after_mlp, factors.mlp), layer
@@ -424,8 +424,9 @@ class Block(nnx.Module):
         mixed, layer = new.attend(query, keys, values, layer, heads.scale, **options)
         if gate is None:
             return mixed, layer
-        gate = new.wanted(gate) if last else gate
-        return mixed * jax.nn.sigmoid(gate.reshape(mixed.shape)), layer
+        gate = jax.nn.sigmoid(new.wanted(gate) if last else gate)
+        of_heads = (*mixed.shape[:2], heads.queries, -1)
+        return (mixed.reshape(of_heads) * gate.reshape(of_heads)).reshape(mixed.shape), layer
 
     def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
         """Return the norms of queries and keys; themselves if the family has no such norms."""

@@ -28,9 +28,15 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.models.families import sentence
-from prejit.compiler.models.layers.attention import NewTokens, attention, attention_to_all
-from prejit.compiler.models.layers.cache_rows import stored_rows
-from prejit.compiler.models.layers.layer_config import LayerCache, empty_layer, require, unsupported
+from prejit.compiler.models.layers.attention import (
+    LayerCache,
+    NewTokens,
+    attention,
+    attention_to_all,
+    empty_layer,
+    stored_rows,
+)
+from prejit.compiler.models.layers.layer_config import require, unsupported
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     Embedding,
@@ -226,6 +232,8 @@ class T5(nnx.Module):
         self.max_positions: int | None = None
         self.shared = Embedding(config.vocab_size, config.d_model)
         norm = partial(RMSNorm, epsilon=config.layer_norm_epsilon)
+        table = (config.relative_attention_num_buckets, config.num_heads)
+        farthest = config.relative_attention_max_distance
         for stack, count in (
             ("encoder", config.num_layers),
             ("decoder", config.num_decoder_layers),
@@ -233,7 +241,7 @@ class T5(nnx.Module):
             causal = stack == "decoder"
             parts = _t5_parts(config, cross=causal)
             blocks = [CrossBlock(parts, norm) for _ in range(count)]
-            place(blocks[0], _T5_BIAS, RelativeBias(config, causal=causal))
+            place(blocks[0], _T5_BIAS, RelativeBias(*table, farthest, causal=causal))
             place(self, f"{stack}.block", nnx.List(blocks))
             place(self, f"{stack}.final_layer_norm", norm(config.d_model))
         self.tied_scale: float = config.d_model**-0.5
@@ -292,14 +300,13 @@ class T5(nnx.Module):
 class RelativeBias(nnx.Module):
     """A table of each head's bias for each bucket of distances; it is float32 in every stored dtype."""
 
-    def __init__(self, config: Any, *, causal: bool) -> None:
-        shape = (config.relative_attention_num_buckets, config.num_heads)
-        self.weight = nnx.Param(jnp.zeros(shape))
-        self.farthest: int = config.relative_attention_max_distance
+    def __init__(self, count: int, heads: int, farthest: int, *, causal: bool) -> None:
+        self.weight = nnx.Param(jnp.zeros((count, heads)))
+        self.farthest = farthest
         self.causal = causal
 
     def __call__(self, positions: jax.Array, slots: int) -> jax.Array:
-        """Return the bias of the scores of queries at int32 [B, T] with all slots: [B, T, K, S]."""
+        """Return the bias of the scores of queries at int32 [..., T] with all slots: [..., T, K, S]."""
         # no two places are farther apart, or all those share a bucket
         far = min(self.farthest, slots)
         count = self.weight.shape[0]
@@ -307,7 +314,7 @@ class RelativeBias(nnx.Module):
         of_distance = self.weight[...][index]
         distance = jnp.arange(slots) - positions[..., None]
         bias: jax.Array = of_distance[jnp.clip(distance, -far, far) + far]
-        return bias.swapaxes(2, 3)
+        return bias.swapaxes(-1, -2)
 
 
 def buckets(

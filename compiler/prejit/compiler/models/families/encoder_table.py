@@ -25,10 +25,10 @@ from typing import Any
 
 from prejit.compiler.models.families import disentangled
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
+from prejit.compiler.models.families.encoder_decoders import RelativeBias
 from prejit.compiler.models.families.encoders import (
     EncoderFamily,
     EncoderNames,
-    PositionBias,
     TextEncoder,
 )
 from prejit.compiler.models.families.family import Family
@@ -50,6 +50,8 @@ from prejit.compiler.models.layers.config_checks import (
 from prejit.compiler.models.layers.layer_config import Naming
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 
+_MPNET_FARTHEST = 128
+"""The distance from which on all share a bucket: a constant of modeling_mpnet.py."""
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids", ".rotary_emb.inv_freq")
 
 
@@ -281,7 +283,14 @@ ENCODERS: Mapping[str, Family] = {
             _MPNET,
             has_segments=False,
             padding=1,
-            shared=lambda config: {"encoder.relative_attention_bias": PositionBias(config)},
+            shared=lambda config: {
+                "encoder.relative_attention_bias": RelativeBias(
+                    config.relative_attention_num_buckets,
+                    config.num_attention_heads,
+                    _MPNET_FARTHEST,
+                    causal=False,
+                )
+            },
         ),
         checks_of(*_SIZES, max_position_embeddings=INNER),
         *("mpnet.", "lm_head.", "pooler.", "mpnet.pooler."),

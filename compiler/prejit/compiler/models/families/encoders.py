@@ -15,10 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from prejit.compiler.models.families.encoder_decoders import buckets
 from prejit.compiler.models.families.sentence import attention, biased_attention, places, product
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
@@ -112,27 +110,6 @@ class TextEncoder(nnx.Module):
         return tuple(part_of(self, name) for name in self.names_of_shared)
 
 
-_FARTHEST = 128
-"""The distance from which on all share a bucket: a constant of modeling_mpnet.py."""
-
-
-class PositionBias(nnx.Module):
-    """A table of each head's bias for each bucket of distances; it is float32 in every stored dtype."""
-
-    def __init__(self, config: Any) -> None:
-        shape = (config.relative_attention_num_buckets, config.num_attention_heads)
-        self.weight = nnx.Param(jnp.zeros(shape))
-
-    def __call__(self, count: int) -> jax.Array:
-        """Return the bias of the scores of T tokens: float32 [N, T, T]; the last axis is of what is seen."""
-        far = min(_FARTHEST, count)
-        index = buckets(np.arange(-far, far + 1), self.weight.shape[0], _FARTHEST, causal=False)
-        distance = jnp.arange(count) - jnp.arange(count)[:, None]
-        of_distance = self.weight[...][index]
-        bias: jax.Array = of_distance[jnp.clip(distance, -far, far) + far]
-        return jnp.moveaxis(bias, 2, 0)
-
-
 class Embeddings(nnx.Module):
     """Tokens, positions and segments, summed and normalized."""
 
@@ -211,4 +188,6 @@ class EncoderBlock(nnx.Module):
         query, keys, values = (part.reshape(split) for part in (query, keys, values))
         (bias,) = shared
         query = query * query.shape[-1] ** -0.5
-        return biased_attention(query, keys, values, length, bias=bias(x.shape[1]))
+        count = x.shape[1]
+        of_pairs = bias(jnp.arange(count), count).swapaxes(0, 1)
+        return biased_attention(query, keys, values, length, bias=of_pairs)

@@ -26,7 +26,8 @@ class Family:
         naming: how published checkpoints name its tensors.
         keys: the keys of config.json that it reads, with the check of each value.
         activation: key of the activation; empty: `check` looks at it.
-        allowed: other keys, with the values that are supported; the first is that of a missing key.
+        allowed: keys with the values that are supported, of a list those of its items; the first is that of
+            a missing key.
         multiples: pairs of keys; the value of the first must be a multiple of that of the second.
         check: raises CheckpointError where a configuration is not supported for another reason.
         positions: returns the maximum number of tokens.
@@ -71,7 +72,10 @@ class Family:
         if self.activation:
             require(config, self.activation, getattr(config, self.activation), ACTIVATIONS)
         for key, values in self.allowed.items():
-            require(config, key, getattr(config, key, values[0]), values)
+            found = getattr(config, key, values[0])
+            # Only a key with a check may be a list: no other stands for one of its values.
+            for each in found if isinstance(found, list) and key in self.keys else [found]:
+                require(config, key, each, values)
         for key, divisor in self.multiples:
             number, by = getattr(config, key), getattr(config, divisor)
             if number % by:

@@ -1,8 +1,8 @@
 """The table of families that generate: for each model_type what it reads of config.json, and its module.
 
-decoder_table.py, gemma4_table.py, llama_like_table.py, older_decoder_table.py, mixture_table.py,
-later_mixture_table.py and hybrid_table.py have the decoders, encoder_decoders.py the sources of t5 and
-whisper, and encoder_table.py the families that embed and score.
+decoder_table.py, further_decoder_table.py, gemma4_table.py, mixture_table.py, later_mixture_table.py,
+hybrid_table.py and lfm_table.py have the decoders, encoder_decoders.py the sources of t5 and whisper, and
+encoder_table.py the families that embed and score.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from prejit.compiler.models.families import encoder_decoders
 from prejit.compiler.models.families.decoder_table import TEXT_DECODERS
 from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.further_decoder_table import FURTHER_DECODERS
 from prejit.compiler.models.families.gemma4_table import GEMMA4
 from prejit.compiler.models.families.hybrid_table import HYBRIDS
 from prejit.compiler.models.families.later_mixture_table import LATER_MIXTURES
-from prejit.compiler.models.families.llama_like_table import LLAMA_LIKE
+from prejit.compiler.models.families.lfm_table import LFMS
 from prejit.compiler.models.families.mixture_table import MIXTURES
-from prejit.compiler.models.families.older_decoder_table import OLDER_DECODERS
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming
 
@@ -27,8 +27,8 @@ DECODERS: Mapping[str, Family] = {
     **MIXTURES,
     **LATER_MIXTURES,
     **HYBRIDS,
-    **LLAMA_LIKE,
-    **OLDER_DECODERS,
+    **LFMS,
+    **FURTHER_DECODERS,
     "t5": Family(
         lambda config, context: encoder_decoders.T5(config),
         Naming(

@@ -12,7 +12,7 @@ from typing import Any
 from prejit.compiler.models.families.decoder_family import DecoderFamily, Experts
 from prejit.compiler.models.families.decoder_table import GEMMA3, TEXT_PART, rotary
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.layers.config_checks import OF_EXPERTS_OR_NULL
+from prejit.compiler.models.layers.config_checks import INNER_OR_NULL
 from prejit.compiler.models.layers.layer_config import require, unsupported
 from prejit.compiler.models.layers.linear import RMSNorm
 from prejit.runtime.errors import CheckpointError
@@ -150,7 +150,7 @@ def _family(family: DecoderFamily, *keys: str) -> Family:
     )
     if family.experts is None:
         return made
-    return replace(made, keys={**made.keys, **dict.fromkeys(_OF_EXPERTS[:2], OF_EXPERTS_OR_NULL)})
+    return replace(made, keys={**made.keys, **dict.fromkeys(_OF_EXPERTS[:2], INNER_OR_NULL)})
 
 
 GEMMA4: Mapping[str, Family] = {

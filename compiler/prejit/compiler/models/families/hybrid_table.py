@@ -5,7 +5,6 @@ Sources:
 bamba       IBM, Princeton, CMU and UIUC 2024, Bamba 9B
 falcon_h1   Falcon LLM Team 2025, arXiv 2507.22448; attention and Mamba-2 read the same x in each layer
 granitemoehybrid    IBM 2025, Granite 4; with and without experts, Mamba-2 and rotary positions
-lfm2_moe    Liquid AI 2025, LFM2-8B-A1B
 mamba2      Dao and Gu 2024, arXiv 2405.21060; no layer has attention or an MLP
 nemotron_h  NVIDIA 2025, arXiv 2504.03624 and Nemotron 3; a layer is Mamba-2, attention, an MLP or experts
 qwen3_5_text, qwen3_5_moe_text  Qwen Team 2026, Qwen3.5; of a model that also reads images, the text model
@@ -29,10 +28,8 @@ from prejit.compiler.models.families.decoder_family import (
 )
 from prejit.compiler.models.families.decoder_table import (
     HEAD_NORMS,
-    LFM2,
     MULTIPLIERS,
     TEXT_PART,
-    check_lfm2,
     rotary,
 )
 from prejit.compiler.models.families.decoders import TextDecoder
@@ -47,20 +44,21 @@ from prejit.compiler.models.families.mixture_table import (
     stacked_experts,
 )
 from prejit.compiler.models.layers.config_checks import checks_of
-from prejit.compiler.models.layers.experts import Routing
 from prejit.compiler.models.layers.gated_delta import GatedDelta, GatedDeltaSettings
-from prejit.compiler.models.layers.layer_config import Naming, Stacked, require, unsupported
+from prejit.compiler.models.layers.layer_config import Naming, Stacked
 from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm
 from prejit.compiler.models.layers.mamba2 import Mamba2, Mamba2Settings
 
 _ATTENTION = ("full_attention", "attention")
 """The kinds of layers with attention; the second name is that of older files."""
 _STATE = ("linear_attention", "mamba")
+_KINDS = (*_ATTENTION, *_STATE, "hybrid")
 
 _MAMBA2_KEYS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
 )
+_MAMBA2_GROUPS = (("mamba_n_heads", "mamba_n_groups"),)
 
 
 def _mamba2(config: Any, **changes: Any) -> Mamba2:
@@ -160,24 +158,6 @@ def _gated_delta(config: Any, *, is_joined: bool) -> GatedDelta:
     )
 
 
-def _in_groups(heads: str, groups: str, family: DecoderFamily) -> Callable[[Any], None]:
-    """Return the check that groups divide heads of a state."""
-
-    def check(config: Any) -> None:
-        for kind in getattr(config, "layer_types", ()):
-            require(config, "layer_types", kind, [*_ATTENTION, *_STATE, "hybrid"])
-        _divides(config, heads, groups)
-        family.heads(config)
-
-    return check
-
-
-def _divides(config: Any, heads: str, groups: str) -> None:
-    count, by = getattr(config, heads), getattr(config, groups)
-    if count % by:
-        raise unsupported(config, f"{heads}: expected a multiple of {groups} = {by}, found {count}")
-
-
 _GRANITE_HYBRID = replace(
     GRANITE_SHARED,
     names=replace(GRANITE_SHARED.names, up=GRANITE_SHARED_UP, down="shared_mlp.output_linear"),
@@ -232,35 +212,6 @@ _MAMBA2 = DecoderFamily(
 )
 
 
-def _lfm2_routing(config: Any) -> Routing:
-    return Routing(
-        config.num_experts_per_tok,
-        is_normalized=config.norm_topk_prob,
-        factor=float(config.routed_scaling_factor),
-        is_corrected=True,
-        added=1e-6,
-    )
-
-
-_LFM2_MOE = replace(
-    LFM2,
-    names=replace(
-        LFM2.names,
-        router="feed_forward.gate",
-        experts_up="feed_forward.experts.gate_up_proj",
-        experts_down="feed_forward.experts.down_proj",
-    ),
-    inner="intermediate_size",
-    experts=Experts(
-        "num_experts",
-        "moe_intermediate_size",
-        routing=_lfm2_routing,
-        layers=lambda config, layer: layer >= config.num_dense_layers,
-    ),
-)
-_LFM2_MOE_NAMING = stacked_experts(_LFM2_MOE.names, "w1", "w3", "w2")
-
-
 def _is_kind(*kinds: str) -> Callable[[Any, int], bool]:
     return lambda config, layer: config.layer_types[layer] in kinds
 
@@ -306,14 +257,6 @@ _NEMOTRON_H = DecoderFamily(
 
 
 _NEMOTRON_MATRICES = (_NEMOTRON_H.names.experts_up, _NEMOTRON_H.names.experts_down)
-
-
-def _check_nemotron_h(config: Any) -> None:
-    for kind in config.layer_types:
-        require(config, "layer_types", kind, [*_ATTENTION, *_STATE, "mlp", "moe"])
-    require(config, "mamba_hidden_act", config.mamba_hidden_act, ACTIVATIONS)
-    _divides(config, "mamba_num_heads", "n_groups")
-    check_groups(_NEMOTRON_H, corrected, config)
 
 
 _DELTA = States(
@@ -369,7 +312,8 @@ def _qwen(family: DecoderFamily, *keys: str) -> Family:
         *_DELTA_KEYS,
         *keys,
         naming=naming,
-        check=_in_groups("linear_num_value_heads", "linear_num_key_heads", family),
+        multiples=(("linear_num_value_heads", "linear_num_key_heads"),),
+        layer_types=_KINDS,
     )
 
 
@@ -379,7 +323,8 @@ HYBRIDS: Mapping[str, Family] = {
         *_MAMBA2_KEYS,
         "attn_layer_indices",
         "layer_types",
-        check=_in_groups("mamba_n_heads", "mamba_n_groups", _BAMBA),
+        multiples=_MAMBA2_GROUPS,
+        layer_types=_KINDS,
     ),
     "falcon_h1": rotary(
         _FALCON_H1,
@@ -387,27 +332,15 @@ HYBRIDS: Mapping[str, Family] = {
         *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
         *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "mlp_multipliers"),
         *("embedding_multiplier", "lm_head_multiplier", "layer_types"),
-        check=_in_groups("mamba_n_heads", "mamba_n_groups", _FALCON_H1),
+        multiples=_MAMBA2_GROUPS,
+        layer_types=_KINDS,
     ),
     "granitemoehybrid": rotary(
         _GRANITE_HYBRID,
         *(*MULTIPLIERS, *_MAMBA2_KEYS, "layer_types"),
         position_embedding_type=("rope", "nope", None),
-        check=_in_groups("mamba_n_heads", "mamba_n_groups", _GRANITE_HYBRID),
-    ),
-    "lfm2_moe": rotary(
-        _LFM2_MOE,
-        *("layer_types", "conv_L_cache", "num_dense_layers"),
-        *("norm_topk_prob", "routed_scaling_factor"),
-        naming=replace(
-            _LFM2_MOE_NAMING,
-            renamed=(
-                *_LFM2_MOE_NAMING.renamed,
-                (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
-            ),
-        ),
-        use_expert_bias=(True,),
-        check=partial(check_lfm2, _LFM2_MOE),
+        multiples=_MAMBA2_GROUPS,
+        layer_types=_KINDS,
     ),
     "mamba2": Family(
         partial(TextDecoder, _MAMBA2),
@@ -423,7 +356,9 @@ HYBRIDS: Mapping[str, Family] = {
             *("use_bias", "use_conv_bias", "time_step_limit", "hidden_act", "layer_types"),
             "layer_norm_epsilon",
         ),
-        check=_in_groups("num_heads", "n_groups", _MAMBA2),
+        allowed={"layer_types": _KINDS},
+        multiples=(("num_heads", "n_groups"),),
+        check=_MAMBA2.heads,
         positions=lambda config: 2**31 - 1,  # a state has no end
     ),
     "nemotron_h": Family(
@@ -452,9 +387,14 @@ HYBRIDS: Mapping[str, Family] = {
             *("n_group", "topk_group", "norm_topk_prob"),
         ),
         activation=_NEMOTRON_H.activation,
-        allowed={"mlp_bias": (False,), "tie_word_embeddings": (False,)},
-        multiples=(("num_attention_heads", "num_key_value_heads"),),
-        check=_check_nemotron_h,
+        allowed={
+            "mlp_bias": (False,),
+            "tie_word_embeddings": (False,),
+            "layer_types": (*_ATTENTION, *_STATE, "mlp", "moe"),
+            "mamba_hidden_act": tuple(ACTIVATIONS),
+        },
+        multiples=(("num_attention_heads", "num_key_value_heads"), ("mamba_num_heads", "n_groups")),
+        check=partial(check_groups, _NEMOTRON_H, corrected),
     ),
     "qwen3_5_moe_text": _qwen(_QWEN3_5_MOE, "shared_expert_intermediate_size"),
     "qwen3_5_text": _qwen(_QWEN3_5),

@@ -128,7 +128,7 @@ def read_processing(directory: Path, default: str) -> ImageProcessing:
         "data_format": [None, "channels_first"],
         "input_data_format": [None],
         "do_pan_and_scan": [None, False],
-        # of a decoder, which compares it with its own (sight_config.py)
+        # of a decoder, which compares it with its own (image_config.py)
         "image_seq_length": [content.get("image_seq_length")]
         if name == "Gemma3ImageProcessor"
         else [None],

@@ -20,8 +20,7 @@ from jax import lax
 
 from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import int4_words, rope
-from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.layer_config import LayerCache
+from prejit.compiler.models.layers.attention import LayerCache, NewTokens
 from prejit.compiler.models.layers.linear import Linear, RMSNorm
 
 KEYS = (

@@ -29,8 +29,9 @@ from prejit.compiler.models.families.decoder_table import (
 )
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.families.llama_like_table import with_sinks
+from prejit.compiler.models.families.further_decoder_table import with_sinks
 from prejit.compiler.models.families.mixture_table import (
+    DENSE_OR_SPARSE,
     GRANITE_SHARED,
     MIXTRAL,
     PROJECTIONS,
@@ -117,8 +118,6 @@ def _cohere2_moe(config: Any, context: int | None) -> TextDecoder:
 
 
 def _check_cohere2_moe(config: Any) -> None:
-    for kind in config.mlp_layer_types:
-        require(config, "mlp_layer_types", kind, ["dense", "sparse"])
     if config.rms_norm_eps is not None:
         check_config(Path(config.name_or_path, "config.json"), config, checks_of("rms_norm_eps"))
     _COHERE2_MOE.heads(config)
@@ -160,9 +159,6 @@ _LLAMA4 = DecoderFamily(
 
 
 def _check_llama4(config: Any) -> None:
-    """Check the kinds of layers."""
-    for kind in config.layer_types:
-        require(config, "layer_types", kind, ["full_attention", "chunked_attention"])
     if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
         raise unsupported(
             config,
@@ -202,6 +198,7 @@ LATER_MIXTURES: Mapping[str, Family] = {
         naming=stacked_experts(_COHERE2_MOE.names, *PROJECTIONS),
         build=_cohere2_moe,
         check=_check_cohere2_moe,
+        mlp_layer_types=DENSE_OR_SPARSE,
         expert_selection_fn=("softmax", "sigmoid"),
         shared_expert_combination_strategy=("average", "sum"),
     ),
@@ -223,6 +220,7 @@ LATER_MIXTURES: Mapping[str, Family] = {
             ),
         ),
         sliding_window=(None,),
+        layer_types=("full_attention", "chunked_attention"),
         check=_check_llama4,
     ),
     "phimoe": rotary(

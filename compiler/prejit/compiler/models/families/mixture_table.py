@@ -13,9 +13,11 @@ granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
 hunyuan_v1_moe  Tencent 2025, Hunyuan-A13B
 minimax_m2  MiniMax 2025, MiniMax-M2
 mixtral     Jiang et al. 2024, arXiv 2401.04088
+mellum      JetBrains 2026, Mellum 2
 olmoe       Muennighoff et al. 2024, arXiv 2409.02060
 qwen2_moe   Yang et al. 2024, arXiv 2407.10671
 qwen3_moe   Yang et al. 2025, arXiv 2505.09388
+sarvam_mla, sarvam_moe  Sarvam AI 2026, Sarvam 105B and 30B
 solar_open  Upstage 2026, Solar Open
 """
 
@@ -40,6 +42,7 @@ from prejit.compiler.models.families.decoder_table import (
     QWEN2,
     QWEN3,
     QWEN_KEYS,
+    check_latent,
     normed_if_large,
     rotary,
 )
@@ -202,6 +205,10 @@ def corrected(config: Any) -> Routing:
     )
 
 
+DENSE_OR_SPARSE = ("dense", "sparse")
+"""The kinds of MLPs of layers."""
+
+
 def _is_sparse(config: Any, layer: int) -> bool:
     return bool(config.mlp_layer_types[layer] == "sparse")
 
@@ -212,6 +219,12 @@ def _one_for_all_layers(config: Any) -> int:
     return int(chosen[0] if isinstance(chosen, list) else chosen)
 
 
+_MELLUM = replace(
+    _QWEN3_MOE,
+    turns="by type",
+    windows="by type",
+    experts=replace(_QWEN3_MOE_EXPERTS, layers=_is_sparse),
+)
 _DEEPSEEK_EXPERTS = Experts(
     "n_routed_experts",
     "moe_intermediate_size",
@@ -235,8 +248,6 @@ _DEEPSEEK2 = DecoderFamily(
 )
 _CORRECTED_EXPERTS = replace(_DEEPSEEK_EXPERTS, routing=corrected)
 _DEEPSEEK3 = replace(_DEEPSEEK2, is_interleaved="rope_interleave", experts=_CORRECTED_EXPERTS)
-
-
 _GLM4_MOE_LITE = replace(_DEEPSEEK3, experts=replace(_CORRECTED_EXPERTS, layers=_is_sparse))
 _DOTS1 = replace(
     QWEN3, names=replace(_DEEPSEEK2.names, head_norms=HEAD_NORMS), experts=_DEEPSEEK3.experts
@@ -247,6 +258,15 @@ _GLM4_MOE = DecoderFamily(
     output_bias=False,
     turns="part",
     experts=_DEEPSEEK3.experts,
+)
+_QKV = "self_attn.query_key_value"
+_SARVAM_MOE = replace(_GLM4_MOE, names=replace(_GLM4_MOE.names, qkv=(_QKV,)))
+_SARVAM_RENAMED = (
+    *((f".attention.query_key_value.{end}", f".{_QKV}.{end}") for end in ("weight", "bias")),
+    (".attention.dense.weight", ".self_attn.o_proj.weight"),
+    (".attention.query_layernorm.weight", ".self_attn.q_norm.weight"),
+    (".attention.key_layernorm.weight", ".self_attn.k_norm.weight"),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
 )
 _MINIMAX_M2 = replace(
     MIXTRAL,
@@ -304,12 +324,6 @@ _HUNYUAN_MOE = replace(
 )
 
 
-def _check_kinds(family: DecoderFamily, config: Any) -> None:
-    for kind in config.mlp_layer_types:
-        require(config, "mlp_layer_types", kind, ["dense", "sparse"])
-    check_groups(family, corrected, config)
-
-
 def _check_hunyuan(config: Any) -> None:
     first = _one_for_all_layers(config)
     for chosen in config.moe_topk if isinstance(config.moe_topk, list) else ():
@@ -320,8 +334,7 @@ def _check_hunyuan(config: Any) -> None:
 def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any) -> None:
     """Check what the keys of groups say together."""
     if family.is_latent:
-        heads = config.num_attention_heads
-        require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
+        check_latent(family, config)
     assert family.experts is not None
     key = family.experts.count
     routing, count = routing_of(config), getattr(config, key)
@@ -360,6 +373,12 @@ def _deepseek(
     return replace(made, check=partial(check_groups, family, routing))
 
 
+def _glm4_moe(family: DecoderFamily) -> Family:
+    """Return a family of which the larger models have norms of heads."""
+    made = _deepseek(family, corrected, "norm_topk_prob", use_qk_norm=(False, True))
+    return replace(made, build=partial(normed_if_large, family))
+
+
 def _with_correction(naming: Naming, published: str, router: str, *ignored: str) -> Naming:
     """Return the naming of checkpoints that hold the correction of a router elsewhere."""
     end = "e_score_correction_bias"
@@ -377,7 +396,9 @@ MIXTURES: Mapping[str, Family] = {
         norm_topk_prob=(False,),
         mlp_bias=(False,),
     ),
-    "deepseek_v3": _deepseek(_DEEPSEEK3, corrected, "norm_topk_prob"),
+    **dict.fromkeys(
+        ("deepseek_v3", "sarvam_mla"), _deepseek(_DEEPSEEK3, corrected, "norm_topk_prob")
+    ),
     "dots1": _deepseek(_DOTS1, corrected, "norm_topk_prob", "max_window_layers"),
     "ernie4_5_moe": rotary(
         _ERNIE_MOE,
@@ -399,16 +420,16 @@ MIXTURES: Mapping[str, Family] = {
         naming=_with_correction(
             stacked_experts(_EXAONE_MOE.names, *PROJECTIONS), "mlp", "mlp.gate", "mtp."
         ),
-        check=partial(_check_kinds, _EXAONE_MOE),
+        mlp_layer_types=DENSE_OR_SPARSE,
+        check=partial(check_groups, _EXAONE_MOE, corrected),
     ),
     "flex_olmo": rotary(_FLEX_OLMO, naming=stacked_experts(_FLEX_OLMO.names, *PROJECTIONS)),
-    "glm4_moe": replace(
-        _deepseek(_GLM4_MOE, corrected, "norm_topk_prob", use_qk_norm=(False, True)),
-        build=partial(normed_if_large, _GLM4_MOE),
-    ),
-    "glm4_moe_lite": replace(
-        _deepseek(_GLM4_MOE_LITE, corrected, "norm_topk_prob", "mlp_layer_types"),
-        check=partial(_check_kinds, _GLM4_MOE_LITE),
+    "glm4_moe": _glm4_moe(_GLM4_MOE),
+    "glm4_moe_lite": _deepseek(
+        _GLM4_MOE_LITE,
+        corrected,
+        *("norm_topk_prob", "mlp_layer_types"),
+        mlp_layer_types=DENSE_OR_SPARSE,
     ),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
@@ -418,6 +439,12 @@ MIXTURES: Mapping[str, Family] = {
         "moe_topk",
         naming=stacked_experts(_HUNYUAN_MOE.names, *PROJECTIONS),
         check=_check_hunyuan,
+    ),
+    "mellum": rotary(
+        _MELLUM,
+        "mlp_layer_types",
+        naming=replace(stacked_experts(_MELLUM.names, *PROJECTIONS), ignored=("mtp.",)),
+        mlp_layer_types=DENSE_OR_SPARSE,
     ),
     "minimax_m2": rotary(
         _MINIMAX_M2,
@@ -440,6 +467,14 @@ MIXTURES: Mapping[str, Family] = {
         _QWEN3_MOE,
         *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
         naming=stacked_experts(_QWEN3_MOE.names, *PROJECTIONS),
+    ),
+    "sarvam_moe": replace(
+        _glm4_moe(_SARVAM_MOE),
+        naming=replace(
+            _glm4_moe(_SARVAM_MOE).naming,
+            moved=(("model.word_embeddings.", "model.embed_tokens."),),
+            renamed=(*without_weight(_SARVAM_MOE.names), *_SARVAM_RENAMED),
+        ),
     ),
     "solar_open": rotary(
         _SOLAR_OPEN,

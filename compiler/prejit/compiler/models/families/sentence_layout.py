@@ -27,10 +27,11 @@ from prejit.compiler.base.json_file import read_list, read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import Encode
 from prejit.compiler.models.families.layout_settings import HINT, LAYOUT, expect, known_keys
-from prejit.compiler.models.families.pair_template import PairTemplate, of_chat
 from prejit.compiler.models.families.score_layout import (
     Answers,
+    PairTemplate,
     message_form,
+    of_chat,
     read_answers,
     score_activation,
     template_of,
@@ -191,22 +192,18 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
     width, files = None, [*([] if is_plain else [file])]
     files += _present(transformer, "config.json", "tokenizer_config.json")
     tokenizer = transformer / "tokenizer_config.json"
+    of_tokenizer = read_object(tokenizer, LAYOUT, required=False)
     # A bundle cuts off the end of a text that is too long.
-    expect(
-        tokenizer,
-        read_object(tokenizer, LAYOUT, required=False),
-        "truncation_side",
-        ["right", None],
-    )
+    expect(tokenizer, of_tokenizer, "truncation_side", ["right", None])
     if has_answers:
         files.append(modules[1][1] / "config.json")
     if is_plain:
-        limit = _model_max_length(directory)
+        limit = _model_max_length(of_tokenizer)
     else:
         task = _EMBEDS
         if scores:
             task = _ANSWERS if answers else _SCORES
-        limit = _max_seq_length(transformer, task)
+        limit = _max_seq_length(transformer, task, of_tokenizer)
         files += _present(transformer, transformer_settings(transformer).name)
     if "Pooling" in kinds:
         modes, width = _pooling(modules[1][1] / "config.json")
@@ -248,7 +245,7 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
         limit,
         scores,
         activation,
-        _has_segments(transformer),
+        _has_segments(of_tokenizer),
         {} if scores else prompts,
         None if scores else default,
         answers,
@@ -347,7 +344,9 @@ def transformer_settings(transformer: Path) -> Path:
     return next((file for file in files if read_object(file, LAYOUT, required=False)), files[0])
 
 
-def _max_seq_length(transformer: Path, task: tuple[str, str, str]) -> int | None:
+def _max_seq_length(
+    transformer: Path, task: tuple[str, str, str], of_tokenizer: Mapping[str, Any]
+) -> int | None:
     """Return the limit of the transformer's settings, or else the tokenizer's; check the others."""
     file = transformer_settings(transformer)
     settings = read_object(file, LAYOUT, required=False)
@@ -375,7 +374,7 @@ def _max_seq_length(transformer: Path, task: tuple[str, str, str]) -> int | None
         expect(file, settings, key, allowed)
     limit = settings.get("max_seq_length")
     if limit is None:
-        return _model_max_length(transformer)
+        return _model_max_length(of_tokenizer)
     if type(limit) is not int or limit < 1:
         raise CheckpointError(
             f"{file}: max_seq_length: expected a positive integer or null, found {shown(limit)}"
@@ -383,9 +382,7 @@ def _max_seq_length(transformer: Path, task: tuple[str, str, str]) -> int | None
     return limit
 
 
-def _model_max_length(directory: Path) -> int | None:
-    file = directory / "tokenizer_config.json"
-    settings = read_object(file, LAYOUT, required=False)
+def _model_max_length(settings: Mapping[str, Any]) -> int | None:
     limit = settings.get("model_max_length", settings.get("max_len"))  # as old files name it
     return limit if type(limit) is int and 0 < limit < _UNLIMITED else None
 
@@ -408,8 +405,7 @@ def _prompts(
     return prompts, default
 
 
-def _has_segments(transformer: Path) -> bool | None:
-    settings = read_object(transformer / "tokenizer_config.json", LAYOUT, required=False)
+def _has_segments(settings: Mapping[str, Any]) -> bool | None:
     names, kind = settings.get("model_input_names"), settings.get("tokenizer_class")
     if isinstance(names, list):
         return "token_type_ids" in names

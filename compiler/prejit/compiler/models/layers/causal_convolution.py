@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.layer_config import LayerCache
+from prejit.compiler.models.layers.attention import LayerCache, NewTokens
 from prejit.compiler.models.layers.linear import Linear
 
 

@@ -1,4 +1,4 @@
-"""Check the type and range of every value in config.json before a model family reads it.
+"""Read config.json as transformers does, and check the type and range of every value that a family reads.
 
 transformers accepts almost any number: no heads, a billion layers, a division by 0. Then the code of a
 family or XLA fails somewhere, or the build makes a bundle that generates nonsense. So the values that
@@ -9,6 +9,7 @@ that transformers completes.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,13 @@ MAX_LAYERS = 1000
 """Maximum number of layers. Each is traced and compiled; published models have up to 126."""
 
 _HINT = "correct config.json, or take the one that was published with the weights"
+_UNREAD = frozenset(
+    (
+        *("num_labels", "id2label", "label2id", "dtype", "torch_dtype"),
+        *("name_or_path", "_name_or_path", "quantization_config"),
+    )
+)
+"""Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +81,12 @@ _WIDTH = _integer(1, 2**20)
 INNER = _integer(1, 2**22)
 """An inner width, or the number of rows of a table of positions."""
 INNER_OR_NULL = _integer(1, 2**22, optional=True)
-"""An inner width; null is four times the width of the model."""
-OF_EXPERTS_OR_NULL = _integer(1, 2**22, optional=True)
-"""A number or a width of experts, of a family whose models may have none."""
+"""An inner width; null is four times the width of the model. Or a number of experts; null is no experts."""
 NUMBER_OF_SEGMENTS = _integer(0, 2**24)
 """The number of segments of a family that may have none."""
 FARTHEST = _integer(-1, 2**22)
 """A distance from which on all are alike; below 1 it is the number of positions."""
 _SIZE = _integer(1, 2**14)
-_SIZE_OR_NULL = _integer(1, 2**14, optional=True)
 _LAYERS = _integer(1, MAX_LAYERS)
 _BOOL = Check("true or false", lambda value: type(value) is bool)
 _TEXT = Check("a text", lambda value: type(value) is str)
@@ -113,129 +118,130 @@ _EACH_LAYER = Check(
     lambda value: _CHOSEN.allows(value) or (_list(_CHOSEN).allows(value) and len(value) > 0),
 )
 
-_KEYS: Checks = {
-    **dict.fromkeys(("vocab_size", "type_vocab_size"), _integer(1, 2**24)),
-    **dict.fromkeys(
-        ("hidden_size", "n_embd", "d_model", "dim", "num_mel_bins", "embedding_size"), _WIDTH
+_CHECKED: tuple[tuple[str, Check], ...] = (
+    (
+        """
+        attention_bias attention_k_eq_v attention_out_bias attn_temperature_tuning bias
+        block_auto_adjust_ff_dim conv_bias enable_bias enable_moe_block is_encoder_decoder is_gated_act
+        key_bias lm_head_bias mamba_conv_bias mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mlp_bias
+        multi_query mup_enabled new_decoder_architecture norm_topk_prob parallel_attn proj_bias
+        projectors_bias qkv_bias query_bias rope_interleave scale_attn_by_inverse_layer_idx
+        scale_attn_weights scale_decoder_outputs tie_word_embeddings use_bias use_conv_bias
+        use_attention_gate use_double_wide_mlp use_gated_mlp use_parallel_residual use_post_norm use_qk_norm
+        use_qkv_bias use_sandwich_norm
+        use_sliding_window use_swiglu_ffn value_bias
+        """,
+        _BOOL,
     ),
-    **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim"), INNER),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "ffn_hidden_size"), INNER),
-    **dict.fromkeys(("bias", "enable_bias", "multi_query", "parallel_attn"), _BOOL),
-    **dict.fromkeys(("new_decoder_architecture", "use_post_norm"), _BOOL),
-    "word_embed_proj_dim": _WIDTH,
-    "lm_head_bias": _BOOL,
-    "router_jitter_noise": _number(0, 1),
-    "num_kv_heads": _SIZE,
-    "layer_rope_theta": _list(_number(0, 1e12)),
-    **dict.fromkeys(("n_positions", "max_source_positions", "max_target_positions"), INNER),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), _LAYERS),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), _LAYERS),
-    **dict.fromkeys(("num_layers", "num_decoder_layers"), _LAYERS),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _SIZE),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), _SIZE),
-    **dict.fromkeys(("n_head", "n_heads", "d_kv"), _SIZE),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
-    **dict.fromkeys(("norm_eps", "norm_epsilon"), _EPSILON),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "activation"), _TEXT),
-    **dict.fromkeys(("activation_function", "dense_act_fn", "feed_forward_proj"), _TEXT),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), _BOOL),
-    **dict.fromkeys(("attention_out_bias", "use_qkv_bias", "qkv_bias", "use_bias"), _BOOL),
-    **dict.fromkeys(("use_parallel_residual", "norm_topk_prob"), _BOOL),
-    **dict.fromkeys(("use_sliding_window", "scale_decoder_outputs"), _BOOL),
-    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _BOOL),
-    **dict.fromkeys(("is_gated_act", "is_encoder_decoder"), _BOOL),
-    "max_position_embeddings": _integer(1, _LARGEST),
-    **dict.fromkeys(("image_size", "patch_size"), _SIZE),
-    **dict.fromkeys(("query_bias", "key_bias", "value_bias", "proj_bias"), _BOOL),
-    **dict.fromkeys(("use_swiglu_ffn", "use_gated_mlp"), _BOOL),
-    **dict.fromkeys(("rope_theta", "mlp_ratio"), _number(1e-6, 1e6)),
-    **dict.fromkeys(("projection_size",), _WIDTH),
-    "num_register_tokens": _integer(0, 2**10),
-    "n_inner": INNER_OR_NULL,
-    "head_dim": _integer(1, 2**14, optional=True),
-    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), _SIZE_OR_NULL),
-    **dict.fromkeys(("enable_moe_block", "use_double_wide_mlp", "attention_k_eq_v"), _BOOL),
-    "top_k_experts": OF_EXPERTS_OR_NULL,
-    "attention_chunk_size": _integer(1, _LARGEST, optional=True),
-    "intermediate_size_mlp": INNER,
-    **dict.fromkeys(("use_qk_norm", "attn_temperature_tuning"), _BOOL),
-    "mup_enabled": _BOOL,
-    "route_scale": _FACTOR,
-    "floor_scale": _integer(1, _LARGEST),
-    "attn_scale": _number(0, 1e6),
-    "moe_layers": _list(_integer(0, MAX_LAYERS)),
-    "num_kv_shared_layers": _integer(0, MAX_LAYERS),
-    "hidden_size_per_layer_input": _integer(0, 2**20),
-    "vocab_size_per_layer_input": _integer(1, 2**24),
-    "pad_token_id": _integer(0, 2**22),
-    "rope_parameters": _OBJECT,
+    (
+        """
+        activation activation_function dense_act_fn feed_forward_proj hidden_act hidden_activation
+        mamba_hidden_act mlp_hidden_act
+        """,
+        _TEXT,
+    ),
+    # The family checks which kinds of layers it supports.
+    ("layer_types mlp_layer_types", _list(_TEXT)),
+    ("rope_parameters", _OBJECT),
+    # sizes of the model
+    ("type_vocab_size vocab_size vocab_size_per_layer_input", _integer(1, 2**24)),
+    (
+        """
+        block_multiple_of d_model dim embedding_size hidden_size n_embd num_mel_bins projection_size
+        word_embed_proj_dim
+        """,
+        _WIDTH,
+    ),
+    ("hidden_size_per_layer_input", _integer(0, 2**20)),
+    ("moe_latent_size", _integer(1, 2**20, optional=True)),
+    (
+        """
+        d_ff decoder_ffn_dim dim_model_base encoder_ffn_dim ffn_dim ffn_hidden_size hidden_dim
+        intermediate_size intermediate_size_mlp kv_lora_rank max_source_positions max_target_positions
+        moe_intermediate_size moe_shared_expert_intermediate_size n_positions
+        shared_expert_intermediate_size
+        """,
+        INNER,
+    ),
+    (
+        "mamba_d_ssm n_inner prefix_dense_intermediate_size q_lora_rank top_k_experts",
+        INNER_OR_NULL,
+    ),
+    ("pad_token_id shared_intermediate_size", _integer(0, 2**22)),
+    (
+        """
+        d_kv decoder_attention_heads encoder_attention_heads image_size linear_key_head_dim
+        linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_d_state mamba_head_dim
+        mamba_n_groups mamba_n_heads mamba_num_heads n_groups n_head n_heads num_attention_heads num_heads
+        num_key_value_heads num_kv_heads patch_size qk_nope_head_dim qk_rope_head_dim ssm_state_size
+        state_size v_head_dim
+        """,
+        _SIZE,
+    ),
+    (
+        "global_head_dim head_dim num_global_key_value_heads",
+        _integer(1, 2**14, optional=True),
+    ),
+    ("mamba_d_head", _SIZE_OR_AUTO),
+    ("conv_L_cache conv_kernel linear_conv_kernel_dim mamba_d_conv", _integer(2, 64)),
+    ("expand mamba_expand", _integer(1, 64)),
+    ("num_register_tokens", _integer(0, 2**10)),
+    # layers, by their numbers
+    (
+        """
+        decoder_layers decoder_sparse_step encoder_layers moe_layer_interval n_layer n_layers
+        num_decoder_layers num_hidden_layers num_layers prefix_dense_sliding_window_pattern
+        """,
+        _LAYERS,
+    ),
+    ("first_k_dense_replace num_dense_layers num_kv_shared_layers", _integer(0, MAX_LAYERS)),
+    ("num_nextn_predict_layers", _integer(0, MAX_LAYERS, optional=True)),
+    ("moe_layer_end_index moe_layer_start_index", _integer(-1, MAX_LAYERS)),
+    ("mlp_only_layers moe_layers", _list(_integer(0, MAX_LAYERS))),
+    ("attn_layer_indices", replace(_list(_integer(0, MAX_LAYERS)), optional=True)),
+    ("no_rope_layers", _list(_integer(0, 1))),
+    # experts
+    (
+        "moe_k moe_num_experts n_routed_experts n_shared_experts num_experts num_experts_per_tok",
+        _CHOSEN,
+    ),
+    ("moe_num_shared_experts num_local_experts num_shared_experts", _integer(0, 4096)),
+    ("n_group topk_group", _integer(1, 4096, optional=True)),
+    ("moe_topk", _EACH_LAYER),
+    # positions and distances
+    ("floor_scale max_position_embeddings", _integer(1, _LARGEST)),
+    ("attention_chunk_size", _integer(1, _LARGEST, optional=True)),
     # Half of it is a window on each side.
-    "local_attention": _integer(2, _LARGEST),
-    # The family checks which windows and kinds of layers it supports.
-    "sliding_window": _integer(0, _LARGEST, optional=True),
-    "layer_types": _list(_TEXT),
-    "max_window_layers": _integer(0, _LARGEST),
-    **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "logit_scale"), _SCALE),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), _SCALE),
-    "no_rope_layers": _list(_integer(0, 1)),
-    **dict.fromkeys(("num_experts", "num_experts_per_tok"), _integer(1, 4096)),
-    "num_local_experts": _integer(0, 4096),
-    "shared_intermediate_size": _integer(0, 2**22),
-    **dict.fromkeys(("shared_expert_intermediate_size", "kv_lora_rank"), INNER),
-    "q_lora_rank": _integer(1, 2**22, optional=True),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _SIZE),
-    **dict.fromkeys(("n_routed_experts", "n_shared_experts"), _integer(1, 4096)),
-    **dict.fromkeys(("n_group", "topk_group"), _integer(1, 4096, optional=True)),
-    "routed_scaling_factor": _FACTOR,
-    "first_k_dense_replace": _integer(0, MAX_LAYERS),
-    **dict.fromkeys(("rope_interleave", "conv_bias", "block_auto_adjust_ff_dim"), _BOOL),
-    "num_nextn_predict_layers": _integer(0, MAX_LAYERS, optional=True),
-    "conv_L_cache": _integer(2, 64),
-    "block_multiple_of": _WIDTH,
-    "block_ffn_dim_multiplier": _FACTOR,
-    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state"), _SIZE),
-    **dict.fromkeys(("num_heads", "n_groups", "state_size"), _SIZE),
-    **dict.fromkeys(("mamba_d_conv", "conv_kernel"), _integer(2, 64)),
-    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size"), _SIZE),
-    **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act"), _TEXT),
-    "time_step_min": _number(0, 1e9),
-    "moe_latent_size": _integer(1, 2**20, optional=True),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size",), INNER),
-    "mlp_layer_types": _list(_TEXT),
-    **dict.fromkeys(("clip_qkv", "rotary_dim"), _ANY_FACTOR),
-    **dict.fromkeys(("moe_num_experts", "moe_k"), _integer(1, 4096)),
-    **dict.fromkeys(("moe_num_shared_experts", "num_shared_experts"), _integer(0, 4096)),
-    "prefix_dense_intermediate_size": INNER_OR_NULL,
-    "prefix_dense_sliding_window_pattern": _integer(1, MAX_LAYERS),
-    **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), _integer(-1, MAX_LAYERS)),
-    "moe_layer_interval": _integer(1, MAX_LAYERS),
-    "moe_topk": _EACH_LAYER,
-    "num_dense_layers": _integer(0, MAX_LAYERS),
-    "mamba_d_head": _SIZE_OR_AUTO,
-    "mamba_d_ssm": _integer(1, 2**22, optional=True),
-    **dict.fromkeys(("mamba_expand", "expand"), _integer(1, 64)),
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm"), _BOOL),
-    **dict.fromkeys(("mamba_norm_before_gate", "projectors_bias", "use_conv_bias"), _BOOL),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _SIZE),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _SIZE),
-    "linear_conv_kernel_dim": _integer(2, 64),
-    "time_step_limit": _LIMITS,
-    "attn_layer_indices": replace(_list(_integer(0, MAX_LAYERS)), optional=True),
-    **dict.fromkeys(("key_multiplier", "lm_head_multiplier"), _SCALE),
-    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), _SCALE),
-    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), _SCALE),
-    "mlp_multipliers": _factors(2),
-    "ssm_multipliers": _factors(5),
-    "moe_intermediate_size": INNER,
-    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), _ANY_FACTOR),
-    "decoder_sparse_step": _integer(1, MAX_LAYERS),
-    "mlp_only_layers": _list(_integer(0, MAX_LAYERS)),
-    "final_logit_softcapping": _number(1e-6, 1e12, optional=True),
-    "attn_logit_softcapping": _number(1e-6, 1e12, optional=True),
+    ("local_attention", _integer(2, _LARGEST)),
+    # The family checks which windows it supports.
+    ("sliding_window", _integer(0, _LARGEST, optional=True)),
+    ("max_window_layers", _integer(0, _LARGEST)),
     # Each of two directions has a bucket for the distance 0 and one for larger distances.
-    "relative_attention_num_buckets": _integer(4, 2**16),
-    "relative_attention_max_distance": _integer(1, 2**20),
-}
+    ("relative_attention_num_buckets", _integer(4, 2**16)),
+    ("relative_attention_max_distance", _integer(1, 2**20)),
+    # factors
+    ("layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon rms_norm_eps", _EPSILON),
+    ("mlp_ratio rope_theta", _number(1e-6, 1e6)),
+    ("layer_rope_theta", _list(_number(0, 1e12))),
+    (
+        """
+        attention_in_multiplier attention_multiplier attention_out_multiplier embedding_multiplier
+        key_multiplier lm_head_multiplier logit_scale logits_scaling query_pre_attn_scalar
+        residual_multiplier scale_depth scale_emb ssm_in_multiplier ssm_out_multiplier
+        """,
+        _SCALE,
+    ),
+    ("attn_logit_softcapping final_logit_softcapping", replace(_SCALE, optional=True)),
+    ("mlp_multipliers", _factors(2)),
+    ("ssm_multipliers", _factors(5)),
+    ("block_ffn_dim_multiplier route_scale routed_scaling_factor", _FACTOR),
+    ("clip_qkv rotary_dim swiglu_alpha swiglu_limit", _ANY_FACTOR),
+    ("attn_scale", _number(0, 1e6)),
+    ("router_jitter_noise", _number(0, 1)),
+    ("time_step_min", _number(0, 1e9)),
+    ("time_step_limit", _LIMITS),
+)
+_KEYS: Checks = {key: check for keys, check in _CHECKED for key in keys.split()}
 """The check of each key that a family may read."""
 
 
@@ -281,6 +287,57 @@ GROWTH: Checks = {
     "original_max_position_embeddings": _PRETRAINED,
 }
 """The keys of `rope_parameters` that only some families read, with their checks (see rope.Extra)."""
+
+
+def config_classes() -> Mapping[str, Any]:
+    """Return transformers' classes of configurations, by model_type."""
+    silence_transformers()
+    from transformers import CONFIG_MAPPING
+
+    classes: Mapping[str, Any] = CONFIG_MAPPING
+    return classes
+
+
+def silence_transformers() -> None:
+    """Have transformers not advise, when it is imported, to install torch, which no step here needs."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def transformers_config(
+    file: Path,
+    kind: Any,
+    content: Mapping[str, Any],
+    prefix: str = "",
+    complete: Callable[[Any], Any] = lambda config: config,
+) -> Any:
+    """Return a configuration as transformers completes it; arguments as of `check_file`.
+
+    `complete` may change it. What it raises is told like a refusal of transformers.
+
+    Raises:
+        CheckpointError: transformers does not accept the content.
+    """
+    read = {key: value for key, value in content.items() if key not in _UNREAD}
+    try:
+        return complete(kind.from_dict(read))
+    except Exception as error:  # KeyError, ValueError, huggingface_hub's own and others
+        reason = error.args[0] if error.args else type(error).__name__
+        where = f"{file}: {prefix.removesuffix('.')}: " if prefix else f"{file}: "
+        if (key := _refused_null(kind, read, error)) is not None:
+            where = f"{file}: {prefix}{key}: expected a value or no such key, found null: "
+        raise CheckpointError(f"{where}transformers refuses it: {reason}") from error
+
+
+def _refused_null(kind: Any, read: Mapping[str, Any], error: Exception) -> str | None:
+    """Return the key that is null and without which transformers refuses nothing, or something else."""
+    for key in (key for key, value in read.items() if value is None):
+        try:
+            kind.from_dict({name: value for name, value in read.items() if name != key})
+        except Exception as other:
+            if str(other) == str(error):
+                continue
+        return key
+    return None
 
 
 def check_file(

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.attention import LayerCache, NewTokens
 from prejit.compiler.models.layers.causal_convolution import CausalConvolution
-from prejit.compiler.models.layers.layer_config import LayerCache
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear, RMSNorm
 from prejit.compiler.models.layers.mamba2 import by_chunk, decayed
 

@@ -14,29 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
 from prejit.compiler.base.suggestions import did_you_mean, shown
-from prejit.compiler.models.layers.cache_rows import row_width
 from prejit.runtime.errors import CheckpointError
-
-LayerCache = tuple[jax.Array, ...]
-"""Keys and values of one layer, each [B, K, S, W] (cache_rows.py); or what else a layer keeps."""
-
-KVCache = tuple[LayerCache, ...]
-"""One LayerCache for each of the L layers; empty for one that reads keys and values of another."""
-
-
-def empty_layer(rows: int, heads: int, positions: int, head_size: int, dtype: str) -> LayerCache:
-    """Return keys and values of a layer, zeros [B, K, S, W]."""
-    width = row_width(head_size, dtype)
-
-    def zeros() -> jax.Array:  # one array for each place: a caller may donate them
-        return jnp.zeros((rows, heads, positions, width), jnp.dtype(dtype))
-
-    return zeros(), zeros()
-
 
 BRING_YOUR_OWN = (
     'write the model yourself, in flax or plain JAX: [model] with module = "my_package.model:model" for a '

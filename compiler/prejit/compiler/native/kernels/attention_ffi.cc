@@ -1,10 +1,11 @@
-// The XLA FFI handler of decoder attention. It checks shapes once a call.
-#include "attention_ffi.h"
-
+// The XLA FFI handlers of attention, of decoders and of encoders. They check shapes once a call.
+#include <algorithm>
 #include <cstring>
 
 #include "attention.h"
 #include "attention_vector.h"
+#include "encoder_attention.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -12,9 +13,11 @@ namespace {
 
 using prejit::Bf16;
 using prejit::attention::DecoderCall;
-using prejit::attention::FloatBuffer;
-using prejit::attention::IntBuffer;
-using prejit::attention::same;
+using FloatBuffer = ffi::Buffer<ffi::F32, 4>;
+using IntBuffer = ffi::Buffer<ffi::S32, 1>;
+using Dimensions = ffi::AnyBuffer::Dimensions;
+
+bool same(Dimensions a, Dimensions b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
 
 ffi::Error invalid(const char* message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
@@ -82,6 +85,31 @@ ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_va
   return invalid("prejit_attention: expected a cache of float32, bfloat16 or int8, found another dtype");
 }
 
+ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer values, IntBuffer length,
+                             ffi::Result<FloatBuffer> out, float scale, int32_t rounds) {
+  const auto shape = query.dimensions();
+  if (!same(shape, keys.dimensions()) || !same(shape, values.dimensions()) ||
+      !same(shape, out->dimensions()) || (shape[0] != 1 && shape[0] != length.dimensions()[0])) {
+    return invalid(
+        "prejit_encoder_attention: expected query, keys, values and out [B, T, N, H] and length [B], or [S] if B is 1; "
+        "found other shapes");
+  }
+  const prejit::attention::EncoderCall call = {shape[0],
+                                               shape[1],
+                                               shape[2],
+                                               shape[3],
+                                               query.typed_data(),
+                                               keys.typed_data(),
+                                               values.typed_data(),
+                                               length.typed_data(),
+                                               out->typed_data(),
+                                               scale,
+                                               length.dimensions()[0],
+                                               rounds != 0};
+  if (prejit::attention::attend_encoder(call)) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_encoder_attention: out of memory");
+}
+
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_attention(XLA_FFI_CallFrame*);
@@ -104,3 +132,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_attention, attention,
                                   .Attr<int32_t>("window")
                                   .Attr<int32_t>("key_head")
                                   .Attr<int32_t>("value_head"));
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_encoder_attention(XLA_FFI_CallFrame*);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_encoder_attention, encoder_attention,
+                              ffi::Ffi::Bind()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<IntBuffer>()
+                                  .Ret<FloatBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("rounds"));

@@ -45,7 +45,7 @@ void write_row(const float* from, int64_t size, E* to) {
   for (int64_t h = 0; h < size; ++h) narrow(from[h], to + h);
 }
 
-// Rounds to the nearest of 255 values, ties to even, and gives the bits that models/layers/cache_rows.py gives. A row
+// Rounds to the nearest of 255 values, ties to even, and gives the bits that models/layers/attention.py gives. A row
 // with an element that is no finite number becomes NaN; one whose elements are all below 2^-100, zeros.
 inline void write_row(const float* from, int64_t size, int8_t* to) {
   float most = 0;

@@ -17,9 +17,12 @@ import numpy as np
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint import tokenizer_check
-from prejit.compiler.checkpoint.added_tokens import with_configured_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer, check_prefix_space
+from prejit.compiler.checkpoint.configured_tokenizer import (
+    check_encoder_tokenizer,
+    check_prefix_space,
+    with_configured_tokens,
+)
 from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
 from prejit.compiler.models.families.sentence_layout import SentenceLayout

@@ -1,12 +1,21 @@
-"""The table of decoders from before 2024 whose files are in forms of their own (see decoder_table.py).
+"""The table of further decoders (see decoder_table.py): relatives of Llama and Granite, and older ones.
 
 Sources:
 
+exaone      LG AI Research 2024, arXiv 2408.03541 and 2412.04862 (EXAONE 3 and 3.5)
 falcon      Almazrouei et al. 2023, arXiv 2311.16867 (7B, 11B, 40B, 180B)
 gpt_bigcode Li et al. 2023, arXiv 2305.06161 (StarCoder, SantaCoder)
 gpt_neo     Black et al. 2021, GPT-Neo; Eldan and Li 2023, arXiv 2305.07759 (TinyStories)
 gptj        Wang and Komatsuzaki 2021, GPT-J-6B
+granite_swa IBM 2026, Granite with windows and sinks
+hyperclovax NAVER Cloud 2025, HyperCLOVA X SEED Think
+internlm3   Shanghai AI Laboratory 2025, InternLM3
+iquestcoder IQuest 2026, IQuest-Coder-V1
+jais2       Inception, MBZUAI and Cerebras 2025, Jais 2
+minicpm3    Hu et al. 2024, arXiv 2404.06395, and OpenBMB 2024, MiniCPM3-4B; latent attention
+nanochat    Karpathy 2025, nanochat
 opt         Zhang et al. 2022, arXiv 2205.01068; all sizes but 350M, which norms after each part
+youtu       Tencent 2026, Youtu-LLM 2B; latent attention
 """
 
 from __future__ import annotations
@@ -16,14 +25,98 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
-from prejit.compiler.models.families.decoder_table import GPT2, GPT2_KEYS, rotary
+from prejit.compiler.models.families import latent_attention
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Factors
+from prejit.compiler.models.families.decoder_table import (
+    GPT2,
+    GPT2_KEYS,
+    GRANITE,
+    LLAMA,
+    MULTIPLIERS,
+    NAMING,
+    UNGATED,
+    check_latent,
+    rotary,
+)
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.config_checks import INNER, INNER_OR_NULL, checks_of
 from prejit.compiler.models.layers.layer_config import Naming, require
-from prejit.compiler.models.layers.linear import LayerNorm
+from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
+
+_EXAONE_NAMING = replace(
+    NAMING,
+    # the names in which EXAONE 3 and 3.5 were published
+    moved=(
+        ("transformer.wte.", "model.embed_tokens."),
+        ("transformer.h.", "model.layers."),
+        ("transformer.ln_f.", "model.norm."),
+    ),
+    renamed=tuple(
+        (f".{published}.{last}", f".{ours}.{last}")
+        for published, ours in (
+            *((f"attn.attention.{part}_proj", f"self_attn.{part}_proj") for part in "qkv"),
+            ("attn.attention.out_proj", "self_attn.o_proj"),
+            ("ln_1", "input_layernorm"),
+            ("ln_2", "post_attention_layernorm"),
+            ("mlp.c_fc_0", "mlp.gate_proj"),
+            ("mlp.c_fc_1", "mlp.up_proj"),
+            ("mlp.c_proj", "mlp.down_proj"),
+        )
+        for last in ("weight", "bias")
+    ),
+)
+_HYPERCLOVAX = replace(GRANITE, logit_scale=lambda config: config.logits_scaling)
+
+
+def with_sinks(family: DecoderFamily) -> DecoderFamily:
+    """Return a family with a sink for each head, and windows and rotary positions by layer."""
+    names = replace(family.names, sinks="self_attn.sinks")
+    return replace(family, names=names, windows="by type", turns="by layer")
+
+
+def _hyperclovax(config: Any, context: int | None) -> TextDecoder:
+    """Return HyperCLOVA X, which may have norms of what is added."""
+    names = _HYPERCLOVAX.names
+    if config.use_post_norm:
+        names = replace(names, after_attention="post_norm1", after_mlp="post_norm2")
+    return TextDecoder(replace(_HYPERCLOVAX, names=names), config, context)
+
+
+_YOUTU = DecoderFamily(
+    output_bias="attention_bias",
+    is_interleaved="rope_interleave",
+    scale=lambda config, layer: latent_attention.scale(config),
+    is_latent=True,
+)
+
+
+def _minicpm3_factors(config: Any) -> Factors:
+    added = config.scale_depth / config.num_hidden_layers**0.5
+    return Factors(attention=added, mlp=added)
+
+
+_MINICPM3 = replace(
+    _YOUTU,
+    mlp_bias="mlp_bias",
+    is_interleaved=False,
+    factors=_minicpm3_factors,
+    embedding_scale=lambda config: config.scale_emb,
+    logit_scale=lambda config: config.dim_model_base / config.hidden_size,
+)
+_JAIS2 = replace(LLAMA, names=UNGATED, norm=LayerNorm, epsilon="layer_norm_eps", is_gated=False)
+
+_NANOCHAT = DecoderFamily(
+    DecoderNames(up=("mlp.fc1",), down="mlp.fc2"),
+    norm=partial(RMSNorm, scale=False),
+    is_gated=False,
+    bias="attention_bias",
+    norms_turned=lambda config, layer: True,
+    turns_back=True,
+    norms_embeddings=True,
+    logit_cap="final_logit_softcapping",
+)
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _GPTJ = replace(
@@ -151,7 +244,19 @@ def _check_falcon(config: Any) -> None:
     _FALCON.heads(config)
 
 
-OLDER_DECODERS: Mapping[str, Family] = {
+FURTHER_DECODERS: Mapping[str, Family] = {
+    "exaone": rotary(LLAMA, naming=_EXAONE_NAMING),
+    "granite_swa": rotary(with_sinks(GRANITE), *MULTIPLIERS, "layer_rope_theta"),
+    "hyperclovax": rotary(_HYPERCLOVAX, *MULTIPLIERS, "use_post_norm", build=_hyperclovax),
+    "internlm3": rotary(LLAMA),
+    "iquestcoder": rotary(LLAMA),
+    "jais2": rotary(_JAIS2),
+    "minicpm3": rotary(
+        _MINICPM3,
+        *(*latent_attention.KEYS, "scale_emb", "scale_depth", "dim_model_base"),
+        check=partial(check_latent, _MINICPM3),
+    ),
+    "nanochat": rotary(_NANOCHAT),
     "falcon": replace(
         rotary(
             _FALCON,
@@ -218,5 +323,6 @@ OLDER_DECODERS: Mapping[str, Family] = {
             config, "word_embed_proj_dim", config.word_embed_proj_dim, [config.hidden_size]
         ),
     ),
+    "youtu": rotary(_YOUTU, *latent_attention.KEYS, check=partial(check_latent, _YOUTU)),
 }
 """The older decoders, by model_type."""
