@@ -28,8 +28,8 @@ from prejit.runtime.format.release_limits import ReleaseLimits, fraction_of
 from prejit.runtime.ship.reference import without_login
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.sleeper import Sleeper
-from prejit.server.releases.answer_differences import BundleAnswer
 from prejit.server.releases.measured_checks import (
+    BundleAnswer,
     ComparedAnswers,
     Line,
     PairedTimes,
@@ -37,9 +37,14 @@ from prejit.server.releases.measured_checks import (
     time_checks,
     times_of,
 )
-from prejit.server.releases.own_requests import own_requests
 from prejit.server.releases.release_contents import ReleaseCheck, compare_contents, read_release
-from prejit.server.releases.request_player import AppOf, PlayedRequest, RequestPlayer, can_play
+from prejit.server.releases.request_player import (
+    AppOf,
+    PlayedRequest,
+    RequestPlayer,
+    can_play,
+    own_requests,
+)
 from prejit.server.releases.significance import is_settled
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.say import say

@@ -8,8 +8,8 @@ from typing import Any
 
 from prejit.runtime.base.wording import shortened, table
 from prejit.runtime.errors import printable
-from prejit.server.releases.gate_limits import described_limits
 from prejit.server.releases.gate_run import GateVerdict
+from prejit.server.releases.release_contents import described_limits
 
 _HEAD = ("check", "verdict", "old", "new", "why")
 _TEMPLATE = Path(__file__).parent / "templates" / "gate.html"

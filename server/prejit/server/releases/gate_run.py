@@ -22,8 +22,8 @@ from prejit.runtime.base.wording import few
 from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.release_limits import ReleaseLimits
 from prejit.runtime.machine.fleet_machines import Machine
-from prejit.server.releases.answer_differences import BundleAnswer
 from prejit.server.releases.measured_checks import (
+    BundleAnswer,
     ComparedAnswers,
     Line,
     PairedTimes,

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from prejit.runtime.format.release_limits import ReleaseLimits
-from prejit.server.releases.answer_differences import BundleAnswer, difference_of
 from prejit.server.releases.measured_checks import (
     CPU,
     FIRST,
     NEXT,
     WHOLE,
+    BundleAnswer,
     ComparedAnswers,
     PairedTimes,
+    difference_of,
     quick_enough,
     time_checks,
     times_of,
