@@ -8,6 +8,5 @@ below it, and llguidance (extras `grammar` and `server`), which nothing else imp
     grammar_compiling  llguidance's compiler, with limits
     grammar_trial      a process that compiles the grammars of strangers first
     mask               the token mask of one request
-    tool_call_grammar  the grammar of tool calls, in the form that a model's template has
     schema_paths       where in a JSON schema an error is
 """

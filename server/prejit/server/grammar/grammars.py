@@ -15,12 +15,13 @@ from prejit.runtime.text.vocabulary import bytes_by_decoder
 from prejit.server.grammar.grammar_compiling import CompiledGrammar, compiled, tokenizer_of
 from prejit.server.grammar.grammar_sources import (
     GrammarSource,
+    ToolForm,
     lark_source,
     regex_source,
     schema_source,
+    tools_source,
 )
 from prejit.server.grammar.mask import GrammarMask
-from prejit.server.grammar.tool_call_grammar import ToolForm, tools_source
 
 if TYPE_CHECKING:
     import llguidance

@@ -47,7 +47,7 @@ from prejit.server.releases.request_player import (
 )
 from prejit.server.releases.significance import is_settled
 from prejit.server.served.bundle_swaps import BundleSwaps
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import CanaryShare, Models, Served, asking
 from prejit.server.telemetry.requestlog import Entry, Log, current, line_of, record
 from prejit.server.telemetry.watched_engine import WatchedEngine
