@@ -110,7 +110,7 @@ class BundleCalls(LoadedBundle):
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        from prejit.runtime.programs.repeated_runs import runner_with_zeros
+        from prejit.runtime.programs.watched_runs import runner_with_zeros
 
         return runner_with_zeros(self._programs, program.name)
 

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats, in_order
-from prejit.runtime.encoding.pairs import tokenize_pairs
-from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, activated, embed, tokenize
+from prejit.runtime.encoding.sentences import (
+    OnTooLong,
+    Tokenized,
+    activated,
+    embed,
+    tokenize,
+    tokenize_pairs,
+)
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
