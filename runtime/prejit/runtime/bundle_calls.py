@@ -117,12 +117,10 @@ class BundleCalls(LoadedBundle):
     @once
     def dispatched(self) -> DispatchedCalls:
         """The quickest way to each program of the user, for `call` and for engines."""
-        from prejit.runtime.programs.dispatched_calls import DispatchedCalls
+        from prejit.runtime.programs.dispatched_calls import DispatchedCalls, JaxDispatchedCalls
 
         on_jax = None
         if self.matched and self.config.mesh is None:
-            from prejit.runtime.programs.dispatched_calls_on_jax import JaxDispatchedCalls
-
             on_jax = JaxDispatchedCalls(self.user_programs, lambda: self.on_jax)
         return DispatchedCalls(self.user_programs, on_jax)
 
