@@ -1,4 +1,4 @@
-"""Calls of a program that jaxlib's C++ dispatches: on NumPy arrays without jax, on those of jax by its client."""
+"""Calls that jaxlib's C++ dispatches: on NumPy arrays without jax, on those of jax by its own client."""
 
 from __future__ import annotations
 
