@@ -68,14 +68,16 @@ def gate(
     """
     with warnings_on_stderr():
         from prejit.runtime.machine.fleet_machines import Fleet, read_fleet, unread
-        from prejit.server.releases.gate_report import (
+        from prejit.server.releases.gate_run import (
+            GateOptions,
+            requests_of,
+            run_gate,
             verdict_json,
             verdict_line,
             verdict_markdown,
             verdict_page,
             verdict_table,
         )
-        from prejit.server.releases.gate_run import GateOptions, requests_of, run_gate
         from prejit.server.telemetry.requestlog import log_lines
 
         [(name, path)] = named_paths([old])

@@ -33,6 +33,7 @@ from prejit.server.releases.measured_checks import (
     ComparedAnswers,
     Line,
     PairedTimes,
+    is_settled,
     quick_enough,
     time_checks,
     times_of,
@@ -44,7 +45,6 @@ from prejit.server.releases.request_player import (
     can_play,
     own_requests,
 )
-from prejit.server.releases.significance import is_settled
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import CanaryShare, Models, Served, asking
@@ -65,7 +65,7 @@ _MOST_SAMPLED = 8
 _LONGEST_SECONDS = 3600.0
 """The longest time in which requests are sampled. A release that saw too few by then is dropped."""
 _GROUP = 10
-"""Pairs of times of one group: see `significance`."""
+"""Pairs of times of one group: see `measured_checks`."""
 _TRIAL_ROUNDS = 3
 _TRIAL_GROUPS = 3
 _POLL_SECONDS = 0.2

@@ -15,11 +15,13 @@ from prejit.server.releases.measured_checks import (
     ComparedAnswers,
     PairedTimes,
     difference_of,
+    is_settled,
+    is_slower,
+    paired_ratio,
     quick_enough,
     time_checks,
     times_of,
 )
-from prejit.server.releases.significance import is_settled, is_slower, paired_ratio
 from prejit.server.telemetry.requestlog import RecordedCall
 
 
