@@ -56,32 +56,6 @@ class PlayedRequest:
 
 
 @final
-class _CapturedEntries:
-    """Takes the records of requests that run again."""
-
-    def __init__(self) -> None:
-        self._given: dict[str, list[int | None]] = {}
-        self._entries: dict[str, Entry] = {}
-
-    def expect(self, number: str, seeds: list[int | None]) -> None:
-        """Give the calls of a request these seeds."""
-        self._given[number] = seeds
-
-    def begin(self, entry: Entry) -> None:
-        """Take what engines give this task from now on as results of this request."""
-        entry.seeds = self._given.pop(entry.id)
-        current.set(entry)
-
-    def end(self, entry: Entry) -> None:
-        """Take the record of a finished request."""
-        self._entries[entry.id] = entry
-
-    def take(self, number: str) -> Entry:
-        """Return the record of a finished request."""
-        return self._entries.pop(number)
-
-
-@final
 class RequestPlayer:
     """Plays requests of a log to served bundles. Use it in one event loop."""
 
@@ -93,27 +67,37 @@ class RequestPlayer:
             models: the bundles.
             max_tokens: the limit of new tokens of the server that wrote the log.
         """
-        self._captured = _CapturedEntries()
+        self._seeds: dict[str, list[int | None]] = {}
+        self._entries: dict[str, Entry] = {}
         settings = Settings(
             body_bytes=UNLIMITED,
             max_tokens=max_tokens,
             timeout_seconds=float(UNLIMITED),
             clients=UNLIMITED,
             anybody=ApiKey(priorities=(-UNLIMITED, UNLIMITED)),
-            log=self._captured,
+            log=self,
         )
         self._app = app_of(models, settings)
         self._count = 0
+
+    def begin(self, entry: Entry) -> None:
+        """Give the calls of a request the seeds that they had: the application logs to this."""
+        entry.seeds = self._seeds.pop(entry.id)
+        current.set(entry)
+
+    def end(self, entry: Entry) -> None:
+        """Take the record of a finished request."""
+        self._entries[entry.id] = entry
 
     async def play(self, line: Mapping[str, Any]) -> PlayedRequest:
         """Run the request of a line of a log again, with the seeds that it had."""
         self._count += 1
         number = str(self._count)
-        self._captured.expect(number, [call.seed for call in calls_of(line)])
+        self._seeds[number] = [call.seed for call in calls_of(line)]
         began, used = time.perf_counter(), time.process_time()
         answer = await _answer(self._app, number, line)
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used
-        return PlayedRequest(self._captured.take(number), seconds, cpu_seconds, answer)
+        return PlayedRequest(self._entries.pop(number), seconds, cpu_seconds, answer)
 
 
 def calls_of(line: Mapping[str, Any]) -> list[RecordedCall]:
