@@ -80,7 +80,7 @@ def runtime_cache(tmp_path, monkeypatch):
 def _drafts_always_pay(request, monkeypatch):
     """Drafts are verified however long that takes here: else measured times decide which calls there are."""
     if request.node.get_closest_marker("measured_drafts") is None:
-        pace = "prejit.runtime.generation.draft_pace.DraftPace"
+        pace = "prejit.runtime.generation.drafting.DraftPace"
         monkeypatch.setattr(f"{pace}.allows", lambda *_: True)
 
 

@@ -199,7 +199,6 @@ def test_memory_counts_the_caches_of_the_draft_model(bundle):
     without = TableBuckets(whole.decoder, whole.batches, whole.contexts, whole.cache)
     more = peak_bytes(whole, 3, 72, 1) - peak_bytes(without, 3, 72, 1)
     assert more > 0
-    assert peak_bytes(bundle.decoder, 3, 72, 1) == peak_bytes(whole, 3, 72, 1)
 
 
 def test_a_draft_model_must_fit_the_model(lettered, tmp_path):

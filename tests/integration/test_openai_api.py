@@ -17,9 +17,8 @@ from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.chat_completions import ChatRequest
 from prejit.server.openai.completions import CompletionRequest
-from prejit.server.openai.embeddings import EmbeddingRequest
+from prejit.server.openai.encoder_endpoints import EmbeddingRequest, RerankRequest, ScoreRequest
 from prejit.server.openai.models_and_tokens import DetokenizeRequest, TokenizeRequest
-from prejit.server.openai.relevance import RerankRequest, ScoreRequest
 from prejit.server.openai.responses_schema import ResponseRequest
 from prejit.server.served.served import Models, Served
 

@@ -22,7 +22,7 @@ FOR_TYPES = "if TYPE_CHECKING:\n    {}\n"
 AT_THE_TOP = "{}\n"
 BREAKS = [
     ("prejit.runtime.text.sandbox", IN_A_FUNCTION, "prejit.compiler.store.build_cache_key"),
-    ("prejit.server.served.say", FOR_TYPES, "prejit.server.http.app"),
+    ("prejit.server.served.process_upkeep", FOR_TYPES, "prejit.server.http.app"),
     ("prejit.runtime.format.layout", IN_A_FUNCTION, "prejit.runtime.loader"),
     ("prejit.runtime.machine.kept_files", FOR_TYPES, "prejit.runtime.format.layout"),
     ("prejit.compiler.targets.toolchain", IN_A_FUNCTION, "prejit.compiler.lowering.export"),

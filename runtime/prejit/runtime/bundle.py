@@ -17,12 +17,9 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle_calls import BundleCalls
     from prejit.runtime.bundle_chats import BundleChats
     from prejit.runtime.bundle_encodes import BundleEncodes
-    from prejit.runtime.bundle_reports import BundleReports
-    from prejit.runtime.bundle_sleeps import BundleSleeps
+    from prejit.runtime.bundle_upkeep import BundleUpkeep
 
-    class _Able(
-        BundleBatches, BundleCalls, BundleChats, BundleEncodes, BundleReports, BundleSleeps
-    ): ...
+    class _Able(BundleBatches, BundleCalls, BundleChats, BundleEncodes, BundleUpkeep): ...
 
 else:
     _Able = LoadedBundle
@@ -61,15 +58,14 @@ _BESIDE = {
         "session",
     ),
     "BundleDecodes": ("decoder", "defaults", "generator", "stream"),
-    "BundleReports": (
-        *("check_answers", "check_finite", "device_memory_bytes", "hlo_modules", "report"),
-        *("start_report", "timed_runner", "watch_runs", "wrong_answers"),
+    "BundleUpkeep": (
+        *("check_answers", "check_finite", "device_memory_bytes", "hlo_modules", "report", "sleep"),
+        *("start_report", "timed_runner", "wake", "watch_runs", "wrong_answers"),
     ),
     "BundleEncodes": (
         *("embed_images", "encode", "encode_batch", "encoder", "image_labels", "images", "score"),
         "score_images",
     ),
-    "BundleSleeps": ("sleep", "wake"),
 }
 """The methods and properties of `Bundle` that only some bundles have, by the class that has them."""
 

@@ -110,19 +110,17 @@ class BundleCalls(LoadedBundle):
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        from prejit.runtime.programs.repeated_runs import runner_with_zeros
+        from prejit.runtime.programs.watched_runs import runner_with_zeros
 
         return runner_with_zeros(self._programs, program.name)
 
     @once
     def dispatched(self) -> DispatchedCalls:
         """The quickest way to each program of the user, for `call` and for engines."""
-        from prejit.runtime.programs.dispatched_calls import DispatchedCalls
+        from prejit.runtime.programs.dispatched_calls import DispatchedCalls, JaxDispatchedCalls
 
         on_jax = None
         if self.matched and self.config.mesh is None:
-            from prejit.runtime.programs.dispatched_calls_on_jax import JaxDispatchedCalls
-
             on_jax = JaxDispatchedCalls(self.user_programs, lambda: self.on_jax)
         return DispatchedCalls(self.user_programs, on_jax)
 

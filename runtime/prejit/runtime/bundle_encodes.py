@@ -98,8 +98,7 @@ class BundleEncodes(LoadedBundle):
             RejectError: a program is damaged.
         """
         self._programs.ask()
-        from prejit.runtime.encoding.pairs import tokenize_pairs
-        from prejit.runtime.encoding.sentences import embed
+        from prejit.runtime.encoding.sentences import embed, tokenize_pairs
 
         tokenized = tokenize_pairs(
             self.encoder, self.text, query, documents, on_too_long, instruction

@@ -67,7 +67,7 @@ def call(
     given = _by_path(files, _arguments_of(bundle, program), program)
     chosen, results = bundle.call_by_path(program, given, _read_static(static, bundle, program))
     if check_finite:  # of what the caller gave: padding may give infinities
-        from prejit.runtime.programs.finite_check import refuse_odd
+        from prejit.runtime.programs.watched_runs import refuse_odd
 
         for place, value in results.items():
             refuse_odd(f"{bundle.name}: {chosen.program.name}", place, value)

@@ -112,6 +112,8 @@ HOMES = {name: package for package, house in HOUSES.items() for name in house.co
 FILES = {
     **dict.fromkeys(("push", "pull", "copy", "ls", "tag", "rm", "store"), "ship_commands"),
     **dict.fromkeys(("explain", "fingerprint", "tune"), "machine_commands"),
+    **dict.fromkeys(("generate", "encode"), "model_commands"),
+    **dict.fromkeys(("gate", "replay"), "release_commands"),
     **dict.fromkeys(("plan", "build", "rebuild"), "build_commands"),
     **dict.fromkeys(("check-model", "targets", "suggest", "schema"), "manifest_commands"),
     **dict.fromkeys(("bench", "fleet", "diff", "wheel"), "bundle_commands"),

@@ -13,7 +13,6 @@ from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.wording import few, size, table
 from prejit.runtime.cli.bundle_references import bundle_files, local_bundle
 from prejit.runtime.cli.command_options import BUNDLE, JSON, SIZE, check_one
-from prejit.runtime.cli.golden_commands import quarantined
 from prejit.runtime.cli.inspect_tables import (
     accuracy_table,
     calls_table,
@@ -22,6 +21,7 @@ from prejit.runtime.cli.inspect_tables import (
     forms_table,
 )
 from prejit.runtime.cli.output import print_json, print_text
+from prejit.runtime.cli.verify_command import quarantined
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram

@@ -273,3 +273,27 @@ def how_to_name(key: Key) -> str:
         "give the arguments names (`args` as a table, or keyword arguments), and let the function return a "
         "dict whose key is the argument's name"
     )
+
+
+def without_references(tree: Tree) -> Tree:
+    """Return a tree of results with the constants of the arguments that its own ones refer to.
+
+    So the next state of a training step has the structure of the state, whose optimizer no bundle holds.
+    """
+    if not isinstance(tree, Node):
+        return tree
+    aux: Any = _referred(tree.aux)
+    return replace(
+        tree,
+        children=tuple(map(without_references, tree.children)),
+        constants=tuple((name, _referred(constant)) for name, constant in tree.constants),
+        aux=aux,
+    )
+
+
+def _referred(constant: Constant) -> Constant:
+    if isinstance(constant, EncodedConstant):
+        match json.loads(constant.text):
+            case ["argument", value]:
+                return EncodedConstant(dumps(value))
+    return constant

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, Decoder
@@ -19,33 +17,16 @@ CODE_TIMES = 25
 to 22 on average for the demo and for GPT-2. A plan takes more, because it says what programs need at most."""
 
 
-class CacheBuckets(Protocol):
-    """The sizes of a decoder's caches. `DecoderPrograms` and `TableBuckets` have them."""
-
-    @property
-    def decoder(self) -> Decoder:
-        """The bundle's description of the model."""
-
-    @property
-    def batches(self) -> Sequence[int]:
-        """The batches of the buckets, ascending."""
-
-    @property
-    def contexts(self) -> Sequence[int]:
-        """The contexts of the buckets, ascending."""
-
-    @property
-    def cache(self) -> Sequence[Array]:
-        """The arrays of a cache, at one row and one position."""
-
-    @property
-    def draft(self) -> CacheBuckets | None:
-        """The sizes of the draft model's caches; None: there is none."""
-
-
 @dataclass(frozen=True, slots=True)
 class TableBuckets:
-    """The sizes of a decoder's caches, as a program table has them; see CacheBuckets."""
+    """The sizes of a decoder's caches, as a program table has them.
+
+    Attributes:
+        decoder: the bundle's description of the model.
+        batches, contexts: of the buckets, ascending.
+        cache: the arrays of a cache, at one row and one position.
+        draft: the sizes of the draft model's caches; None: there is none.
+    """
 
     decoder: Decoder
     batches: tuple[int, ...]
@@ -78,7 +59,7 @@ def stacks_bytes(decoder: Decoder | None) -> int:
     return sum(4 * math.prod(each.shape) for pair in pairs for each in (pair.down, pair.up))
 
 
-def peak_bytes(buckets: CacheBuckets, batch: int, context: int, together: int) -> int:
+def peak_bytes(buckets: TableBuckets, batch: int, context: int, together: int) -> int:
     """Return the most that the caches of an engine take at a time, without those of earlier prompts.
 
     Args:

@@ -24,7 +24,7 @@ from prejit.runtime.generation.sampling_arguments import (
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.draft_model import DraftModel
-    from prejit.runtime.generation.draft_pace import DraftPace
+    from prejit.runtime.generation.drafting import DraftPace
 
 CALL_SECONDS = 0.01
 """Target duration of one decode call in seconds. Small models run several steps per call to hide dispatch."""
@@ -228,7 +228,7 @@ class Decoding:
         return True
 
     def _pace(self, source: str) -> DraftPace:
-        from prejit.runtime.generation.draft_pace import DraftPace  # most requests have no drafts
+        from prejit.runtime.generation.drafting import DraftPace  # most requests have no drafts
 
         pace: DraftPace = self._decoder.paces.setdefault(source, DraftPace())
         return pace

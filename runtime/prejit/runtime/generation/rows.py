@@ -15,7 +15,7 @@ from prejit.runtime.generation.sampling_arguments import Logprob, bias_row, chec
 from prejit.runtime.records import dataclass, field
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.prompt_lookup import PromptLookup
+    from prejit.runtime.generation.drafting import PromptLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
     stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
     lookup = None
     if request.prompt_lookup:
-        from prejit.runtime.generation.prompt_lookup import PromptLookup  # few requests ask for it
+        from prejit.runtime.generation.drafting import PromptLookup  # few requests ask for it
 
         lookup = PromptLookup(prompt)
     row = Row(request, frozenset(stop), prompt, Usage(), lookup)

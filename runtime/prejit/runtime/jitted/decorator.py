@@ -19,8 +19,7 @@ from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, UsageError
 from prejit.runtime.fallback_reporting import count_axis
 from prejit.runtime.jitted.jit_call import Parameters, state_misfit
-from prejit.runtime.jitted.jit_program_choice import Fit, MissError, find
-from prejit.runtime.jitted.jit_shardings import check_shardings, is_set
+from prejit.runtime.jitted.jit_program_choice import Fit, MissError, check_shardings, find, is_set
 from prejit.runtime.jitted.returned import Returned, from_bundle, from_trace
 
 P = ParamSpec("P")

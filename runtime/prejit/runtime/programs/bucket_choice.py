@@ -1,17 +1,26 @@
-"""Choose the bucket of a user's program for a call, by the structure, shapes and dtypes of its arguments."""
+"""Choose the bucket of a user's program for a call, by the structure, shapes and dtypes of its arguments.
+
+For sizes that no bucket has, a program is made from one with symbolic sizes, if the bundle has that.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device.jax_arrays import OnDevice, is_jax_array
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import FallbackWarning, UsageError
+from prejit.runtime.fallback_reporting import count_axis
 from prejit.runtime.format import trees
-from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.fitted_arguments import (
     EVERYTHING,
@@ -25,6 +34,11 @@ from prejit.runtime.programs.known_calls import ChosenBucket, Held
 from prejit.runtime.programs.placing import Convert, converter, is_random_key
 from prejit.runtime.programs.ready_programs import Programs
 from prejit.runtime.programs.usage_hint import functions_of
+
+_log = logging.getLogger(__name__)
+
+SIZE_AXIS = "bucket"
+"""The name in `fallback_counts` of a program that is compiled because no bucket has its sizes."""
 
 Flatten = Callable[[trees.Tree], list[Any]]
 """Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
@@ -136,10 +150,8 @@ class BucketChoice:
             fitted = self.fit(program, static, given, program.open_sizes, any_size=True)
             if isinstance(fitted, str):
                 continue
-            from prejit.runtime.programs.open_sizes import specialize  # rare
-
             values, sizes, convert = fitted
-            entry = specialize(self._programs, program, sizes)
+            entry = _specialize(self._programs, program, sizes)
             self._buckets[name] = [*self._buckets[name], entry]
             return ChosenBucket(entry, values, convert, is_on_device=are_on_device(given))
         return None
@@ -184,4 +196,63 @@ def are_on_device(given: Sequence[Any]) -> bool:
         or is_jax_array(value)
         or is_random_key(value)
         for value in given
+    )
+
+
+def _specialize(
+    programs: Programs, program: ProgramEntry, sizes: Mapping[str, int]
+) -> ProgramEntry:
+    """Return a program of the user for sizes that no bucket has, and say that it is compiled here.
+
+    `program` is a bucket whose manifest leaves these sizes open.
+
+    Raises:
+        RejectError: the program with symbolic sizes is damaged.
+        BuildError: it does not work for these sizes.
+    """
+    from prejit.runtime.device import portable as portable_programs  # rare
+
+    assert program.symbolic is not None
+    symbolic, platform = programs._portable.unpack(program.symbolic), programs.device.platform
+    arguments = [
+        replace(each, shape=each.shape_at(sizes)) for each in programs.arguments(program.name)
+    ]
+    weights = programs._weight_arguments(program.weights)
+    shapes = [array.shape for array in (*weights, *arguments)]
+    portable, found = portable_programs.specialize(
+        symbolic, program.platforms or (), platform, shapes
+    )
+    gives = programs.results(program.name)
+    results = [replace(array, shape=shape) for array, shape in zip(gives, found, strict=True)]
+    bucket = {**program.bucket, **sizes}
+    section, _, rest = program.name.partition("/")
+    old = "-".join(f"{name}{size}" for name, size in program.bucket.items())
+    new = "-".join(f"{name}{size}" for name, size in bucket.items())
+    entry = replace(
+        program,
+        name=f"{section}/{new}{rest.removeprefix(old)}",
+        bucket=bucket,
+        arguments=tuple(map(str, arguments)),
+        results=tuple(map(str, results)),
+        portable=Segment(0, 0, "", len(portable), digest_of(portable)),
+        platforms=(platform,),
+    )
+    with programs._lock:
+        if entry.name not in programs.table:
+            programs._specialized[entry.name] = portable
+            programs._locks[entry.name] = threading.Lock()
+            programs.table[entry.name] = entry
+            _count_open_size(programs.bundle, entry.name)
+            _log.info("%s: %s: no bucket has these sizes", programs.bundle, entry.name)
+    return entry
+
+
+def _count_open_size(bundle: str, name: str) -> None:
+    """Warn that a program is compiled here because no bucket has its sizes, and count it."""
+    count_axis(SIZE_AXIS)
+    warnings.warn(
+        f"{bundle}: no bucket has the sizes of {name}, so it is compiled here, once; add them to the "
+        "manifest's buckets to compile it ahead of time",
+        FallbackWarning,
+        stacklevel=arguments.callers_level(),
     )

@@ -16,8 +16,14 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format import constants, trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.tree_references import without_references
-from prejit.runtime.format.trees import Branch, branches, candidates, how_to_name, whole
+from prejit.runtime.format.trees import (
+    Branch,
+    branches,
+    candidates,
+    how_to_name,
+    whole,
+    without_references,
+)
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
 from prejit.runtime.programs.user_programs import Calls

@@ -17,7 +17,7 @@ from prejit.server.served.served_loading import BundleSource, EngineOptions, Mak
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from prejit.server.inference.inference_schema import TensorMetadata
+    from prejit.server.inference.inference_protocol import TensorMetadata
 
 OnMismatch = Literal["jit", "error"]
 """The values of `on_mismatch`, as `load` takes them."""

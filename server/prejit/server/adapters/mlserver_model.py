@@ -24,7 +24,7 @@ from mlserver.utils import get_model_uri
 from prejit.runtime.errors import PrejitError
 from prejit.server.adapters.hosted_bundle import HostedProgram
 from prejit.server.inference.inference_models import results
-from prejit.server.inference.inference_schema import TensorMetadata
+from prejit.server.inference.inference_protocol import TensorMetadata
 
 
 class PrejitModel(MLModel):

@@ -159,9 +159,8 @@ def load(
     with progress() as show:
         from prejit.server.load.http_client import without_credentials
         from prejit.server.load.load_report import as_page, as_text, short
-        from prejit.server.load.load_runs import LoadOptions, run_load
+        from prejit.server.load.load_runs import LoadOptions, run_load, served_bundle
         from prejit.server.load.load_search import GOOD_SHARE, LoadLimits
-        from prejit.server.load.load_target import served_bundle
         from prejit.server.load.workload import DrawnLoad, Lengths, LoggedLoad
 
         limits = LoadLimits(*(options.pop(name) for name in _LIMITS))

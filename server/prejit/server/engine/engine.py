@@ -255,8 +255,9 @@ class Engine(OneProcess):
             QueueFullError: too many calls wait; it says how long to wait.
             ClosedError: the engine is draining or closed.
         """
-        given = sentences, on_too_long, prompt_name, instruction
-        return self._encoding.encode(given, timeout=timeout)
+        encoding = self._encoding
+        tokenized = encoding.tokenized(sentences, on_too_long, prompt_name, instruction)
+        return encoding.encode(tokenized, timeout=timeout)
 
     def submit_encode(
         self,
@@ -276,8 +277,9 @@ class Engine(OneProcess):
         Raises:
             UsageError, ContextError, QueueFullError, ClosedError: as `encode`.
         """
-        given = sentences, on_too_long, prompt_name, instruction
-        return self._encoding.submit(given, timeout=timeout, client=client, limits=limits)
+        encoding = self._encoding
+        tokenized = encoding.tokenized(sentences, on_too_long, prompt_name, instruction)
+        return encoding.submit(tokenized, timeout=timeout, client=client, limits=limits)
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a program as `Bundle.call` does. Rows of several callers share runs of its largest bucket.

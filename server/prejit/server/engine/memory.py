@@ -10,7 +10,7 @@ from prejit.runtime.base.process_facts import control_groups, text_of
 from prejit.runtime.base.process_memory import free_memory_bytes
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.cache_plan import executables_bytes, peak_bytes
+from prejit.runtime.generation.cache_plan import TableBuckets, executables_bytes, peak_bytes
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import cache_bytes
 
@@ -59,11 +59,12 @@ def plan_caches(
         UsageError: the bundle has no batch for this many slots.
         NoRoomError: not even its shortest context fits.
     """
+    buckets = TableBuckets.of(decoder.programs.config, decoder.decoder)
     batch = decoder.batch_for(slots)
     kept = prefix_bytes or 0
     for context in reversed(decoder.contexts):
         peaks = {
-            rows: peak_bytes(decoder, batch, context, rows) + kept
+            rows: peak_bytes(buckets, batch, context, rows) + kept
             for rows in decoder.batches
             if rows == decoder.batches[0]
             or (rows < batch and decoder.can_copy((rows, context), (batch, context)))
@@ -75,7 +76,7 @@ def plan_caches(
                 kept = min(cache_bytes(decoder.cache, batch, context), (budget_bytes - peak) // 4)
                 peak += kept
             return CachePlan(batch, context, peak, budget_bytes, kept, together)
-    need = peak_bytes(decoder, batch, decoder.contexts[0], decoder.batches[0]) + kept
+    need = peak_bytes(buckets, batch, decoder.contexts[0], decoder.batches[0]) + kept
     raise NoRoomError(
         f"memory: expected at least {need:,} bytes for {batch} slots of {decoder.contexts[0]} tokens"
         f"{f' and {kept:,} bytes of prefixes' if kept else ''}, found {budget_bytes:,}",

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats, in_order
-from prejit.runtime.encoding.pairs import tokenize_pairs
-from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, activated, embed, tokenize
+from prejit.runtime.encoding.sentences import (
+    OnTooLong,
+    Tokenized,
+    activated,
+    embed,
+    tokenize,
+    tokenize_pairs,
+)
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
@@ -22,7 +28,6 @@ from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, are_over, de
 from prejit.server.engine.sleeper import Sleeper
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.options import Prompt
     from prejit.runtime.text.bundle_text import BundleText
 
 
@@ -30,8 +35,6 @@ Pair = tuple[str | None, str]
 """A query and a document, for a model that scores; of all pairs of a call, or of none, the query is None."""
 _TYPICAL_TOKENS = 32
 """A turn of a call has as many sentences of this length as fit the largest packed batch."""
-Given = tuple["str | Sequence[Prompt | Pair]", OnTooLong, str | None, str | None]
-"""Sentences, and `on_too_long`, `prompt_name` and `instruction` of `Engine.encode`."""
 
 
 class _Sentences(NamedTuple):
@@ -90,9 +93,28 @@ class Encoding:
             ended=_reason,
         )
 
+    def tokenized(
+        self,
+        sentences: Any,
+        on_too_long: OnTooLong,
+        prompt_name: str | None,
+        instruction: str | None,
+    ) -> Tokenized:
+        """Return the token ids of sentences or pairs. Arguments as of `Engine.encode`.
+
+        Raises:
+            UsageError, ContextError: as `Bundle.encode`.
+        """
+        encoder, text = self._encoder, self._text
+        if encoder.encoder.scores is None:
+            return tokenize(encoder, text, sentences, on_too_long, prompt_name)
+        queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
+        query = None if queries and queries[0] is None else queries
+        return tokenize_pairs(encoder, text, query, documents, on_too_long, instruction)
+
     def submit(
         self,
-        given: Given,
+        tokenized: Tokenized,
         *,
         timeout: float | None = None,
         client: str = "",
@@ -101,11 +123,9 @@ class Encoding:
         """Begin to encode sentences and return their future embeddings. Options as `Engine.submit_encode`.
 
         Raises:
-            UsageError, ContextError: as `Bundle.encode`.
             QueueFullError: too many calls wait.
             ClosedError: `close` or `drain` was called.
         """
-        tokenized = self._tokenized(*given)
         job = self._job(tokenized, timeout)
         job.client, job.limits = client, limits
         if job.rows:
@@ -114,7 +134,7 @@ class Encoding:
             job.future.set_result(self._encoded(tokenized))
         return job.future
 
-    def encode(self, given: Given, *, timeout: float | None = None) -> Encoded:
+    def encode(self, tokenized: Tokenized, *, timeout: float | None = None) -> Encoded:
         """Return the embeddings of sentences. Arguments and errors as `submit`.
 
         If the encoder is idle it runs in the caller's thread, unless the call has a timeout.
@@ -122,7 +142,6 @@ class Encoding:
         Raises:
             DeadlineError: the timeout has passed.
         """
-        tokenized = self._tokenized(*given)
         count = len(tokenized.ids)
         if timeout is None and count <= self._most:
             with self._lane.alone(count) as ran:
@@ -145,21 +164,6 @@ class Encoding:
     def close(self) -> None:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
         self._lane.close()
-
-    def _tokenized(
-        self,
-        sentences: Any,
-        on_too_long: OnTooLong,
-        prompt_name: str | None,
-        instruction: str | None,
-    ) -> Tokenized:
-        """Return the token ids of sentences or pairs."""
-        encoder, text = self._encoder, self._text
-        if encoder.encoder.scores is None:
-            return tokenize(encoder, text, sentences, on_too_long, prompt_name)
-        queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
-        query = None if queries and queries[0] is None else queries
-        return tokenize_pairs(encoder, text, query, documents, on_too_long, instruction)
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""

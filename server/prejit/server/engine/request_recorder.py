@@ -10,14 +10,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from prejit.runtime.programs.usage_hint import functions_of
-from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, Kind, RequestMetrics
-from prejit.server.engine.histograms import (
+from prejit.server.engine.engine_metrics import (
     COUNT_BOUNDS,
     FIRST_TOKEN_BOUNDS,
+    REASONS,
     REQUEST_BOUNDS,
     TOKEN_BOUNDS,
+    EngineMetrics,
     Histogram,
     HistogramValue,
+    Kind,
+    RequestMetrics,
 )
 from prejit.server.engine.memory import host_memory_bytes
 

@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, final
+from typing import Protocol, final
 
 from prejit.runtime.errors import ClosedError
-from prejit.server.engine.histograms import REQUEST_BOUNDS, Histogram, HistogramValue
+from prejit.server.engine.engine_metrics import REQUEST_BOUNDS, Histogram, SleepMetrics
 
 _log = logging.getLogger(__name__)
 POLL_SECONDS = 0.01
@@ -26,21 +26,6 @@ class Room(Protocol):
 
         Others may go to sleep for it, those too whose requests could run on, if it has waited for long.
         """
-
-
-class SleepMetrics(NamedTuple):
-    """Sleeps of an engine.
-
-    Attributes:
-        is_sleeping: whether it sleeps now.
-        sleeps, wakes: how often it went to sleep, and woke up.
-        wake_seconds: time from the request that found it asleep until the end of its first run.
-    """
-
-    is_sleeping: bool
-    sleeps: int
-    wakes: int
-    wake_seconds: HistogramValue
 
 
 @final

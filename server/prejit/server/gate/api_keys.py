@@ -18,7 +18,7 @@ from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from prejit.runtime.errors import ClosedError
 from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError, as_api_error, response
 from prejit.server.gate.server_settings import Settings
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import Models, asking
 from prejit.server.telemetry.requestlog import KEPT_HEADERS, Entry
 

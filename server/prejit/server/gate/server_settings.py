@@ -10,7 +10,7 @@ from prejit.server.gate.api_keys import ANYBODY, ApiKey
 
 if TYPE_CHECKING:
     from prejit.server.gate.api_keys import Keys
-    from prejit.server.gate.origins import Origins
+    from prejit.server.gate.request_clients import Origins
     from prejit.server.telemetry.requestlog import Log
 
 

@@ -3,11 +3,9 @@
 A grammar becomes a token mask for the option `token_mask` of a generation. May import `text` and the rooms
 below it, and llguidance (extras `grammar` and `server`), which nothing else imports. Begin with `grammars`.
 
-    grammars           the grammars of one vocabulary; compiles each once
+    grammars           the grammars of one vocabulary; compiles each once. The token mask of one request
     grammar_sources    grammars in Lark, before they are compiled
     grammar_compiling  llguidance's compiler, with limits
     grammar_trial      a process that compiles the grammars of strangers first
-    mask               the token mask of one request
-    tool_call_grammar  the grammar of tool calls, in the form that a model's template has
     schema_paths       where in a JSON schema an error is
 """

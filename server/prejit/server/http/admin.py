@@ -23,8 +23,7 @@ from prejit.runtime.errors import ClosedError, PrejitError
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.gate import http_errors
 from prejit.server.gate.http_errors import ApiError, json_response
-from prejit.server.gate.origins import Origins
-from prejit.server.gate.request_clients import unless_gone
+from prejit.server.gate.request_clients import Origins, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
 from prejit.server.releases.canary_runs import Canaries, share_of

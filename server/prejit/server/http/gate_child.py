@@ -24,8 +24,13 @@ from prejit.runtime.errors import FallbackWarning, PrejitError
 from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine
 from prejit.server.http.app import make_app
-from prejit.server.releases.own_requests import own_requests, why_compiles
-from prejit.server.releases.request_player import UNLIMITED, PlayedRequest, RequestPlayer
+from prejit.server.releases.request_player import (
+    UNLIMITED,
+    PlayedRequest,
+    RequestPlayer,
+    own_requests,
+    why_compiles,
+)
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry.requestlog import record
 from prejit.server.telemetry.watched_engine import WatchedEngine

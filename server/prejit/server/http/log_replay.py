@@ -13,8 +13,7 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine
 from prejit.server.http.app import make_app
-from prejit.server.releases.answer_differences import BundleAnswer, difference_of
-from prejit.server.releases.measured_checks import RequestDifference
+from prejit.server.releases.measured_checks import BundleAnswer, RequestDifference, difference_of
 from prejit.server.releases.request_player import UNLIMITED, RequestPlayer, calls_of, can_play
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry.requestlog import Entry, log_lines, record

@@ -22,9 +22,12 @@ from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import StoreError
 from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.served.answer_checks import AnswerChecks
-from prejit.server.served.heap import use_few_arenas, use_small_pages
-from prejit.server.served.open_files import allow_many_connections
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import (
+    allow_many_connections,
+    say,
+    use_few_arenas,
+    use_small_pages,
+)
 from prejit.server.served.served import Models
 from prejit.server.served.served_loading import (
     BundleSource,
@@ -93,7 +96,7 @@ def serve(
         loading.start()
         checks = AnswerChecks(models, settings.check_seconds)
         # The stack is imported while the bundles are loaded: neither waits for the other.
-        from prejit.server.gate.origins import Origins, is_loopback
+        from prejit.server.gate.request_clients import Origins, is_loopback
         from prejit.server.http.admin import make_admin
         from prejit.server.http.app import make_app
         from prejit.server.http.uvicorn_server import run

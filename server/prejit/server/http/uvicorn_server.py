@@ -19,8 +19,7 @@ from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.http.admin import drain
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import HEAD_SECONDS, WaitingConnections
-from prejit.server.served.heap import trim
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say, trim
 from prejit.server.served.served import Models
 from prejit.server.served.served_loading import Loading
 

@@ -1,5 +1,5 @@
 """The Open Inference Protocol for the `[[program]]`s of bundles: /v2, as KServe and Triton speak it.
 
-`inference_routes` answers requests, `inference_models` says what a program takes and gives, `tensors` reads
-and writes arrays, and `inference_schema` has the JSON.
+`inference_routes` answers requests, `inference_models` says what a program takes and gives, and
+`inference_protocol` has the JSON and reads and writes arrays.
 """

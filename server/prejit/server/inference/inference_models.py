@@ -26,8 +26,7 @@ from prejit.runtime.format.checks.call_programs import check_arrays, check_stati
 from prejit.runtime.format.constants import Constant, plain
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.usage_hint import functions_of
-from prejit.server.inference.inference_schema import TensorMetadata
-from prejit.server.inference.tensors import datatype_of
+from prejit.server.inference.inference_protocol import TensorMetadata, datatype_of
 from prejit.server.served.served import ModelNotFoundError, Served
 
 WHOLE = "result"

@@ -20,15 +20,19 @@ from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError, json_response
 from prejit.server.gate.request_clients import unless_gone
 from prejit.server.gate.server_settings import Settings
-from prejit.server.inference import tensors
 from prejit.server.inference.inference_models import InferenceModel, InferenceModels, results
-from prejit.server.inference.inference_schema import (
+from prejit.server.inference.inference_protocol import (
     InferError,
     InferRequest,
     InferResponse,
     InferResult,
     ModelMetadata,
     ServerMetadata,
+    datatype_of,
+    dtype_of,
+    from_bytes,
+    from_json,
+    to_json,
 )
 from prejit.server.openai.bodies import check_parts
 from prejit.server.openai.openapi import Operation
@@ -197,7 +201,7 @@ def _read(
         where = f"inputs: {tensor.name!r:.80}"
         if tensor.name in given:
             raise UsageError(f"{where}: expected each tensor once, found it twice")
-        dtype = tensors.dtype_of(tensor.datatype, where)
+        dtype = dtype_of(tensor.datatype, where)
         wanted = expected.get(tensor.name, tensor.datatype)
         if tensor.datatype != wanted:
             raise UsageError(f"{where}: datatype: expected {wanted}, found {tensor.datatype}")
@@ -206,14 +210,14 @@ def _read(
             raise UsageError(f"{where}: expected data in the request, found the parameter {name!r}")
         shape = tuple(tensor.shape)
         if size is None:
-            given[tensor.name] = tensors.from_json(tensor.data, dtype, shape, where)
+            given[tensor.name] = from_json(tensor.data, dtype, shape, where)
             continue
         if type(size) is not int or not 0 <= size <= len(body) - at or tensor.data is not None:
             raise UsageError(
                 f"{where}: binary_data_size: expected at most the {len(body) - at} bytes that are left, "
                 f"and no data beside them, found {size!r:.80}"
             )
-        given[tensor.name] = tensors.from_bytes(view[at : at + size], dtype, shape, where)
+        given[tensor.name] = from_bytes(view[at : at + size], dtype, shape, where)
         at += size
     if at != len(body):
         raise UsageError(f"body: expected {at} bytes in all, found {len(body)}")
@@ -254,13 +258,13 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
     behind: list[bytes] = []
     for each, binary in wanted:
         array = arrays[each]
-        datatype = tensors.datatype_of(array.dtype.name, each)
+        datatype = datatype_of(array.dtype.name, each)
         one = InferResult(name=each, datatype=datatype, shape=list(array.shape))
         if binary:
             behind.append(array.tobytes())
             one.parameters = {"binary_data_size": len(behind[-1])}
         else:
-            one.data = tensors.to_json(array)
+            one.data = to_json(array)
         described.append(one)
     content = InferResponse(model_name=name, model_version=VERSION, outputs=described, id=asked.id)
     if not behind:

@@ -1,21 +1,187 @@
-"""One run of `prejit load`: prepare the requests, measure rates or search, and report."""
+"""One run of `prejit load`: the server that gets the load, the rates, and the report."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
+import numpy as np
 import uvloop
 
-from prejit.runtime.errors import UsageError
-from prejit.server.load.http_client import HttpClient
+from prejit.runtime.base.child_process import end_with_parent, ending, last_line
+from prejit.runtime.base.wording import did_you_mean
+from prejit.runtime.errors import NetworkError, ProcessError, UsageError
+from prejit.server.load.http_client import HttpClient, without_credentials
 from prejit.server.load.load_report import LoadReport, measures, short
 from prejit.server.load.load_search import FoundRate, LoadLimits, LoadSearch
-from prejit.server.load.load_target import ask, choose_model, fitted, with_inputs
-from prejit.server.load.load_window import LoadAnswer, send_window
-from prejit.server.load.workload import DrawnLoad, Lengths, LoggedLoad, Workload
-from prejit.server.served.open_files import allow_many_connections
+from prejit.server.load.load_window import LoadAnswer, measure, send_window
+from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest, LoggedLoad, Workload
+from prejit.server.served.process_upkeep import allow_many_connections
+
+_READY = re.compile(r"^(http://\S+)  .*  ready in ", re.MULTILINE)
+_END_SECONDS = 10.0
+_PATIENCE_SECONDS = 300.0
+"""How long the first requests may take: a server may load or compile for them."""
+_PROBE_TOKENS = 64
+"""Words of the prompt by which tokens are counted, at most."""
+
+
+@contextmanager
+def served_bundle(path: str, show: Callable[[str], None]) -> Iterator[str]:
+    """Serve a bundle in a process of its own, and give its URL when it is ready.
+
+    Args:
+        path: the bundle.
+        show: takes a line of progress.
+
+    Raises:
+        ProcessError: it does not become ready.
+    """
+    shown = without_credentials(path)
+    command = [sys.executable, "-m", "prejit.runtime", "serve", path, "--port", "0"]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            preexec_fn=end_with_parent,  # no other thread runs yet
+        )
+        try:
+            while (found := _READY.search(_all_of(errors))) is None:
+                if (status := process.poll()) is not None:
+                    raise ProcessError(
+                        f"prejit serve {shown} {ending(status)}: {_why(_all_of(errors))}",
+                        status,
+                        hint="start it by hand to see why",
+                    )
+                show(f"prejit serve {shown} starts")
+                time.sleep(0.05)
+            yield found[1]
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _why(text: str) -> str:
+    """Return the error in what `prejit serve` wrote, without its hint; else the last line."""
+    found = re.findall(r"^error\[[\w-]+\]: (.+)", text, re.MULTILINE)
+    return found[-1] if found else last_line(text)
+
+
+def _all_of(errors: Any) -> str:
+    errors.seek(0)
+    return str(errors.read())
+
+
+async def _get(client: HttpClient, path: str) -> Any:
+    """Return the JSON at a path."""
+    request = LoadRequest(path, b"", {}, False)
+    found = await client.exchange_within(request, _PATIENCE_SECONDS, "GET")
+    if found.failed or found.status != 200:
+        why = found.failed or f"expected status 200, found {found.status}"
+        raise NetworkError(
+            f"{client.url}{path}: {why}",
+            hint="start the server, or correct the URL; --key-file has the key of a server that wants one",
+        )
+    try:
+        return msgspec.json.decode(found.body)
+    except msgspec.DecodeError as error:
+        raise NetworkError(
+            f"{client.url}{path}: expected JSON, found {found.body!r:.80}"
+        ) from error
+
+
+async def choose_model(client: HttpClient, model: str | None) -> str:
+    """Return the name of the model that requests name: the given one, or the only one of the server.
+
+    Raises:
+        NetworkError: the server does not list its models.
+        UsageError: it has no model of this name, or several and none is given.
+    """
+    listed = await _get(client, "/v1/models")
+    try:
+        names = [str(each["id"]) for each in listed["data"]]
+    except (KeyError, TypeError) as error:
+        raise NetworkError(
+            f"{client.url}/v1/models: expected a list of models, found {listed!r:.80}"
+        ) from error
+    if model is None and len(names) == 1:
+        return names[0]
+    if model is None or model not in names:
+        guess = "" if model is None else did_you_mean(model, names)
+        if not names:
+            raise UsageError(f"--model: expected a server with models, found none at {client.url}")
+        raise UsageError(
+            f"--model: expected one of {', '.join(names)}, found {model or 'none'}{guess}"
+        )
+    return model
+
+
+async def with_inputs(client: HttpClient, load: DrawnLoad) -> DrawnLoad:
+    """Return the load with the inputs of its function, as `/v2` describes them.
+
+    Raises:
+        NetworkError: the server has no such function.
+    """
+    found = await _get(client, f"/v2/models/{load.model}")
+    return replace(load, inputs=tuple(found["inputs"]))
+
+
+async def fitted(client: HttpClient, load: DrawnLoad) -> DrawnLoad:
+    """Return the load with as many words in a prompt as make its tokens.
+
+    One request counts the tokens that this server makes of some words. Answers go on to their length with
+    `ignore_eos`, where the server knows this field.
+
+    Raises:
+        NetworkError: the server refuses the request.
+    """
+    count = min(load.prompt.most, _PROBE_TOKENS)
+    probe = replace(
+        load, prompt=Lengths(count, count), new=Lengths(1, 1), prefix_tokens=0, is_streamed=False
+    )
+    if load.api != "embeddings":
+        load = replace(load, more={"ignore_eos": True})
+        if (await _exchange(client, replace(probe, more=load.more))).failed:
+            load = replace(load, more={})
+    tokens = (await ask(client, probe)).prompt_tokens or count
+    return replace(load, words_per_token=count / tokens)
+
+
+async def ask(client: HttpClient, load: Workload) -> LoadAnswer:
+    """Send the first request of a load, and return its measures.
+
+    Raises:
+        NetworkError: it is refused, or the answer is not one of such a request.
+    """
+    found = await _exchange(client, load)
+    if found.failed:
+        raise NetworkError(
+            f"{client.url}: a request of this load failed: {found.failed}",
+            hint="change what is sent: --api, --model, --prompt-tokens, --new-tokens, --rows",
+        )
+    return found
+
+
+async def _exchange(client: HttpClient, load: Workload) -> LoadAnswer:
+    [request] = load.requests(1, np.random.default_rng(0))
+    found = await client.exchange_within(request, _PATIENCE_SECONDS)
+    return measure(found, request.is_streamed, found.due)
+
 
 _SHARES_OF_KNEE = (0.25, 0.5, 0.75, 0.9)
 """Rates of the curve that a search may leave out."""

@@ -35,7 +35,6 @@ from prejit.server.openai.chat_messages import (
     picture_files,
     plain_tools,
 )
-from prejit.server.openai.constraints import OBJECT, AnyConstraint, Constraint, Tools, chosen_tools
 from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.event_streams import EventStream, around_choices, ending
 from prejit.server.openai.logprobs import (
@@ -48,6 +47,9 @@ from prejit.server.openai.logprobs import (
     token_names,
 )
 from prejit.server.openai.text_request_fields import (
+    OBJECT,
+    AnyConstraint,
+    Constraint,
     Logprobs,
     Sampled,
     Tokens,
@@ -55,7 +57,7 @@ from prejit.server.openai.text_request_fields import (
     check_fields,
 )
 from prejit.server.openai.token_masks import token_masks
-from prejit.server.openai.tool_calls import Reader, ToolCall
+from prejit.server.openai.tool_calls import Reader, ToolCall, Tools, chosen_tools
 from prejit.server.openai.tool_calls import read as read_parts
 from prejit.server.served.served import Models, Served
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from prejit.server.gate.http_errors import field_error
 from prejit.server.openai.bodies import RequestFields
-from prejit.server.openai.pictures import MAX_IMAGES, file_of
+from prejit.server.openai.prompts import MAX_IMAGES, file_of
 from prejit.server.served.served import Served
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]

@@ -22,8 +22,7 @@ from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.request_clients import check_tokens, priority, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import asked_model
-from prejit.server.openai.pictures import reading
-from prejit.server.openai.prompts import kept, need_text_model
+from prejit.server.openai.prompts import kept, need_text_model, reading
 from prejit.server.openai.text_request_fields import (
     PromptTokensDetails,
     Sampled,
@@ -184,7 +183,7 @@ def text_call(
 async def with_images(
     request: Request, asked: AskedTexts, wanted: TextCall, files: Sequence[bytes], field: str
 ) -> TextCall:
-    """Return a call with what the model reads of the images of its prompt. Errors as `pictures.reading`."""
+    """Return a call with what the model reads of the images of its prompt. Errors as `prompts.reading`."""
     if not files:
         return wanted
     read = partial(read_images, asked.served.bundle.decoder)

@@ -12,7 +12,17 @@ from starlette.routing import Route
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.chat_completions import ChatCompletion, ChatRequest, chat
 from prejit.server.openai.completions import Completion, CompletionRequest, complete
-from prejit.server.openai.embeddings import EmbeddingList, EmbeddingRequest, embed
+from prejit.server.openai.encoder_endpoints import (
+    EmbeddingList,
+    EmbeddingRequest,
+    Reranked,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    embed,
+    rerank,
+    score,
+)
 from prejit.server.openai.models_and_tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -26,14 +36,6 @@ from prejit.server.openai.models_and_tokens import (
     tokenize,
 )
 from prejit.server.openai.openapi import Operation
-from prejit.server.openai.relevance import (
-    Reranked,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-    rerank,
-    score,
-)
 from prejit.server.openai.responses import respond
 from prejit.server.openai.responses_schema import ResponseObject, ResponseRequest
 from prejit.server.served.served import Models

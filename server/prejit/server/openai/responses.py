@@ -28,7 +28,6 @@ from prejit.server.openai.chat_messages import (
     plain_call,
     plain_tools,
 )
-from prejit.server.openai.constraints import OBJECT, AnyConstraint, Constraint, Tools, chosen_tools
 from prejit.server.openai.engine_calls import TextCall
 from prejit.server.openai.event_streams import EventStream
 from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
@@ -49,9 +48,9 @@ from prejit.server.openai.responses_schema import (
     ResponseSchemaFormat,
     ResponseUsage,
 )
-from prejit.server.openai.text_request_fields import check_fields
+from prejit.server.openai.text_request_fields import OBJECT, AnyConstraint, Constraint, check_fields
 from prejit.server.openai.token_masks import token_masks
-from prejit.server.openai.tool_calls import Parts, ToolCall
+from prejit.server.openai.tool_calls import Parts, ToolCall, Tools, chosen_tools
 from prejit.server.openai.tool_calls import read as read_parts
 from prejit.server.served.served import Models, Served
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,15 +20,53 @@ from prejit.server.grammar.grammar_sources import (
     any_source,
     choice_source,
     regex_source,
+    schema_source,
 )
 from prejit.server.openai.bodies import RequestFields, ResponseFields, Unused, check_only
-from prejit.server.openai.constraints import AnyConstraint, Constraint, TextConstraint
 from prejit.server.served.served import Served
 
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 """The texts that an answer may be."""
 Schema = dict[str, Any] | str
 """A JSON Schema, or its JSON as a text."""
+OBJECT: dict[str, Any] = {"type": "object"}
+"""The JSON Schema of any object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """JSON that an answer must be.
+
+    Attributes:
+        schema: the JSON Schema that it must meet.
+        field: the field of the request that wants it, for errors.
+        strict: whether keywords that a grammar cannot enforce are an error; if not, they are ignored.
+    """
+
+    schema: dict[str, Any]
+    field: str
+    strict: bool
+
+    def source(self) -> GrammarSource:
+        """Return the grammar."""
+        return schema_source(self.schema, lenient=not self.strict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextConstraint:
+    """Text that an answer must be.
+
+    Attributes:
+        field: the field of the request that wants it, for errors.
+        source: returns the grammar.
+    """
+
+    field: str
+    source: Callable[[], GrammarSource]
+
+
+AnyConstraint = Constraint | TextConstraint
+"""A constraint on an answer."""
 
 
 class StructuredOutputs(RequestFields, frozen=True, kw_only=True):

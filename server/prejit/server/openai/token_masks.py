@@ -12,12 +12,12 @@ from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
 from prejit.server.gate.http_errors import as_api_error, field_error
 from prejit.server.gate.request_clients import unless_gone
-from prejit.server.grammar.grammar_sources import GrammarSource, SchemaPart
-from prejit.server.grammar.tool_call_grammar import ToolForm, tools_source
+from prejit.server.grammar.grammar_sources import GrammarSource, SchemaPart, ToolForm, tools_source
 from prejit.server.openai.chat_messages import Function, plain_tools
-from prejit.server.openai.constraints import AnyConstraint, TextConstraint, Tools
 from prejit.server.openai.engine_calls import AskedTexts
 from prejit.server.openai.prompts import off_loop
+from prejit.server.openai.text_request_fields import AnyConstraint, TextConstraint
+from prejit.server.openai.tool_calls import Tools
 from prejit.server.served.served import Served
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from prejit.server.openai.models_and_tokens import longest
 from prejit.server.served.work_threads import OPERATORS, in_thread
 
 if TYPE_CHECKING:
-    from prejit.server.engine.engine_metrics import EngineMetrics, RequestMetrics
-    from prejit.server.engine.histograms import HistogramValue
+    from prejit.server.engine.engine_metrics import EngineMetrics, HistogramValue, RequestMetrics
     from prejit.server.served.served import Models, Served
 
 _FILES = {

@@ -1,5 +1,5 @@
 """Decide if a release may replace the bundle that serves: `prejit gate` before, a canary in a server.
 
 `release_contents` compares what two bundles say of themselves, `measured_checks` what they answer and how
-fast; `significance` has the statistics. Begin with `gate_run`.
+fast, with the statistics for that. Begin with `gate_run`.
 """

@@ -28,21 +28,25 @@ from prejit.runtime.format.release_limits import ReleaseLimits, fraction_of
 from prejit.runtime.ship.reference import without_login
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.sleeper import Sleeper
-from prejit.server.releases.answer_differences import BundleAnswer
 from prejit.server.releases.measured_checks import (
+    BundleAnswer,
     ComparedAnswers,
     Line,
     PairedTimes,
+    is_settled,
     quick_enough,
     time_checks,
     times_of,
 )
-from prejit.server.releases.own_requests import own_requests
 from prejit.server.releases.release_contents import ReleaseCheck, compare_contents, read_release
-from prejit.server.releases.request_player import AppOf, PlayedRequest, RequestPlayer, can_play
-from prejit.server.releases.significance import is_settled
+from prejit.server.releases.request_player import (
+    AppOf,
+    RequestPlayer,
+    can_play,
+    own_requests,
+)
 from prejit.server.served.bundle_swaps import BundleSwaps
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import CanaryShare, Models, Served, asking
 from prejit.server.telemetry.requestlog import Entry, Log, current, line_of, record
 from prejit.server.telemetry.watched_engine import WatchedEngine
@@ -61,7 +65,7 @@ _MOST_SAMPLED = 8
 _LONGEST_SECONDS = 3600.0
 """The longest time in which requests are sampled. A release that saw too few by then is dropped."""
 _GROUP = 10
-"""Pairs of times of one group: see `significance`."""
+"""Pairs of times of one group: see `measured_checks`."""
 _TRIAL_ROUNDS = 3
 _TRIAL_GROUPS = 3
 _POLL_SECONDS = 0.2
@@ -197,8 +201,24 @@ class _StoppedError(Exception):
 class _Player:
     """Plays requests to a bundle while its programs are kept, which it gives back when it goes to sleep."""
 
+    loop: asyncio.AbstractEventLoop
     player: RequestPlayer
     keeps_awake: Sleeper
+
+    def play(self, line: Line) -> BundleAnswer:
+        """Play a request, then pause as long: clients come first."""
+        with self.keeps_awake:
+            played = self.loop.run_until_complete(self.player.play(line))
+        time.sleep(played.seconds)
+        entry = played.entry
+        return BundleAnswer(entry.status, tuple(entry.calls), played.said, played.seconds)
+
+
+def _both(players: Sequence[_Player], line: Line, turn: int) -> list[BundleAnswer]:
+    """Play a request to both, in turns."""
+    order = (0, 1) if turn % 2 else (1, 0)
+    found = {at: players[at].play(line) for at in order}
+    return [found[0], found[1]]
 
 
 @contextlib.contextmanager
@@ -273,11 +293,11 @@ class _Run:
             new = self._swaps.load(name, self._path)
             with _one_slot(old) as old_alone, _one_slot(new) as new_alone:
                 players = [
-                    _Player(RequestPlayer(self._app_of, Models(alone)), served.engine.sleeper)
+                    _Player(loop, RequestPlayer(self._app_of, Models(alone)), served.engine.sleeper)
                     for alone, served in ((old_alone, old), (new_alone, new))
                 ]
-                self._try(loop, old, players)
-                self._share(loop, new, players)
+                self._try(old, players)
+                self._share(new, players)
             self._swaps.take(new, old)
             self._end_share()
             self._end("promoted", self._why())
@@ -302,14 +322,12 @@ class _Run:
         self._static = tuple(checks)
         self._stop_if_failed(checks)
 
-    def _try(
-        self, loop: asyncio.AbstractEventLoop, old: Served, players: Sequence[_Player]
-    ) -> None:
+    def _try(self, old: Served, players: Sequence[_Player]) -> None:
         """Play seeded requests to both, before a client sees the release."""
         self._go_on("trying")
         played: list[tuple[float, Line]] = []
         for number, own in enumerate(own_requests(old, 0)):
-            answers = self._compare(loop, players, own, f"own {number + 1}")
+            answers = self._compare(players, own, f"own {number + 1}")
             played.append((answers[0].seconds, own))
         self._own = self._answers.requests
         self._stop_if_failed([*self._answers.checks(self._limits)])
@@ -320,14 +338,12 @@ class _Run:
             times.begin_group()
             for turn, line in itertools.product(range(_TRIAL_ROUNDS), timed):
                 self._check_wanted()
-                answers = self._both(loop, pair, line, turn)
+                answers = _both(pair, line, turn)
                 if turn:
                     times.add(times_of(answers[0]), times_of(answers[1]))
         self._stop_if_failed(self._time_checks())
 
-    def _share(
-        self, loop: asyncio.AbstractEventLoop, new: Served, players: Sequence[_Player]
-    ) -> None:
+    def _share(self, new: Served, players: Sequence[_Player]) -> None:
         """Let the release answer its share, and play what clients sent to both, until there is a verdict."""
         self._go_on("sharing")
         canary = CanaryShare(new, self.state.share)
@@ -353,8 +369,8 @@ class _Run:
                 line = self._sampled.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
-            before, after = self._compare(loop, players, line, str(line["id"]))
-            again = self._play(loop, players[0], line)
+            before, after = self._compare(players, line, str(line["id"]))
+            again = players[0].play(line)
             pair = (before, again) if sampled % 2 else (again, before)
             self._times.add(times_of(before), times_of(after))
             self._noise.add(times_of(pair[0]), times_of(pair[1]))
@@ -370,28 +386,11 @@ class _Run:
 
     # ------------------------------------------------------------------ parts of it
 
-    def _compare(
-        self, loop: asyncio.AbstractEventLoop, players: Sequence[_Player], line: Line, name: str
-    ) -> list[BundleAnswer]:
-        answers = self._both(loop, players, line, next(self._count))
+    def _compare(self, players: Sequence[_Player], line: Line, name: str) -> list[BundleAnswer]:
+        answers = _both(players, line, next(self._count))
         if answers[0].status == 200:
             self._answers.add(name, str(line["path"]), answers[0], answers[1])
         return answers
-
-    def _both(
-        self, loop: asyncio.AbstractEventLoop, players: Sequence[_Player], line: Line, turn: int
-    ) -> list[BundleAnswer]:
-        """Play a request to both, in turns."""
-        order = (0, 1) if turn % 2 else (1, 0)
-        found = {at: self._play(loop, players[at], line) for at in order}
-        return [found[0], found[1]]
-
-    def _play(self, loop: asyncio.AbstractEventLoop, player: _Player, line: Line) -> BundleAnswer:
-        """Play a request, then pause as long: clients come first."""
-        with player.keeps_awake:
-            found = _answer(loop.run_until_complete(player.player.play(line)))
-        time.sleep(found.seconds)
-        return found
 
     def _begin_groups(self) -> None:
         self._times.begin_group()
@@ -454,10 +453,6 @@ class _Run:
         )
         self._models.canary_ends[self.state.model, outcome] += 1
         say(printable(f"{self.state.model}: canary {self.state.bundle} {stage}: {why}"))
-
-
-def _answer(played: PlayedRequest) -> BundleAnswer:
-    return BundleAnswer(played.entry.status, tuple(played.entry.calls), played.said, played.seconds)
 
 
 def share_of(text: str) -> float:

@@ -11,23 +11,25 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, final
 
 import msgspec
 import numpy as np
 
 from prejit.runtime.base.child_process import Child, last_line
-from prejit.runtime.base.wording import few
-from prejit.runtime.errors import PrejitError, UsageError
+from prejit.runtime.base.wording import few, shortened, table
+from prejit.runtime.errors import PrejitError, UsageError, printable
 from prejit.runtime.format.release_limits import ReleaseLimits
 from prejit.runtime.machine.fleet_machines import Machine
-from prejit.server.releases.answer_differences import BundleAnswer
 from prejit.server.releases.measured_checks import (
+    BundleAnswer,
     ComparedAnswers,
     Line,
     PairedTimes,
     RequestDifference,
+    is_settled,
     limit_check,
     quick_enough,
     slower_check,
@@ -37,13 +39,19 @@ from prejit.server.releases.measured_checks import (
 from prejit.server.releases.release_contents import (
     ReleaseCheck,
     compare_contents,
+    described_limits,
     growth_check,
     judged,
     read_release,
 )
 from prejit.server.releases.request_player import calls_of, can_play
-from prejit.server.releases.significance import is_settled
 from prejit.server.telemetry.requestlog import RecordedCall
+
+_HEAD = ("check", "verdict", "old", "new", "why")
+_TEMPLATE = Path(__file__).parent / "templates" / "gate.html"
+_MOST_DIFFERENCES = 20
+_WIDTH = 100
+"""Maximum characters of a cell on a terminal."""
 
 _MODULE = "prejit.server.http.gate_child"
 _TIMED = 12
@@ -399,3 +407,78 @@ def requests_of(
             hint="name the model: prejit gate NAME=OLD NEW; `prejit serve --log` writes such a log",
         )
     return by_name[name], name, limit
+
+
+def verdict_line(verdict: GateVerdict) -> str:
+    """Return the verdict as one sentence."""
+    seconds = f"{len(verdict.checks)} checks in {verdict.seconds:.0f} s"
+    if verdict.passed:
+        return f"passed: {verdict.new} may take the place of {verdict.old}; {seconds}"
+    names = ", ".join(each.name for each in verdict.failed)
+    new = verdict.new or "the new bundle"
+    return f"failed: {new} may not take the place of {verdict.old}: {names}; {seconds}"
+
+
+def verdict_table(verdict: GateVerdict) -> str:
+    """Return every check as a table for a terminal."""
+    rows = [[shortened(cell, _WIDTH) for cell in row] for row in _rows(verdict)]
+    return table(_HEAD, rows)
+
+
+def verdict_json(verdict: GateVerdict) -> dict[str, Any]:
+    """Return the verdict as plain data for JSON."""
+    return {
+        "passed": verdict.passed,
+        "old": verdict.old,
+        "new": verdict.new,
+        "checks": [asdict(each) for each in verdict.checks],
+        "limits": described_limits(verdict.limits),
+        "requests": verdict.requests,
+        "differences": [asdict(each) for each in verdict.differences],
+        "seconds": round(verdict.seconds, 3),
+    }
+
+
+def verdict_markdown(verdict: GateVerdict) -> str:
+    """Return the verdict as a comment for a pull request."""
+    head = "The release passed the gate" if verdict.passed else "The gate stopped the release"
+    lines = [f"### {head}", "", _cell(verdict_line(verdict)), ""]
+    lines += [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    lines += [f"| {' | '.join(map(_cell, row))} |" for row in _rows(verdict)]
+    if verdict.differences:
+        lines += [
+            "",
+            "<details><summary>Requests that differ</summary>",
+            "",
+            "| request | path | difference |",
+        ]
+        lines += ["| --- | --- | --- |"]
+        lines += [
+            f"| {_cell(each.id)} | {_cell(each.path)} | {_cell(each.reason)} |"
+            for each in verdict.differences[:_MOST_DIFFERENCES]
+        ]
+        lines += ["", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def verdict_page(verdict: GateVerdict) -> str:
+    """Return the verdict as an HTML page, which needs nothing beside itself."""
+    import jinja2  # a page is seldom wanted
+
+    source = _TEMPLATE.read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    return environment.from_string(source).render(
+        verdict=verdict, line=verdict_line(verdict), limits=described_limits(verdict.limits)
+    )
+
+
+def _rows(verdict: GateVerdict) -> list[tuple[str, ...]]:
+    return [(each.name, each.outcome, each.old, each.new, each.why) for each in verdict.checks]
+
+
+def _cell(text: str) -> str:
+    """Return text for a cell of a Markdown table: what it quotes must not end the cell or begin a tag."""
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("`", "&#96;")
+    return escaped.replace("|", "\\|").replace("\n", " ")

@@ -1,23 +1,25 @@
-"""Play a request again: through the same handlers and engines, without a network."""
+"""The requests of a gate or a canary: how they are played again, and seeded ones of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import msgspec
+import numpy as np
 
 from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.server_settings import Settings
-from prejit.server.served.served import Models
+from prejit.server.served.served import Models, Served
 from prejit.server.telemetry.requestlog import Entry, RecordedCall, body_of, current
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
+
 
 UNLIMITED = 1 << 40
 """A limit that no request reaches: what was recorded was allowed."""
@@ -54,32 +56,6 @@ class PlayedRequest:
 
 
 @final
-class _CapturedEntries:
-    """Takes the records of requests that run again."""
-
-    def __init__(self) -> None:
-        self._given: dict[str, list[int | None]] = {}
-        self._entries: dict[str, Entry] = {}
-
-    def expect(self, number: str, seeds: list[int | None]) -> None:
-        """Give the calls of a request these seeds."""
-        self._given[number] = seeds
-
-    def begin(self, entry: Entry) -> None:
-        """Take what engines give this task from now on as results of this request."""
-        entry.seeds = self._given.pop(entry.id)
-        current.set(entry)
-
-    def end(self, entry: Entry) -> None:
-        """Take the record of a finished request."""
-        self._entries[entry.id] = entry
-
-    def take(self, number: str) -> Entry:
-        """Return the record of a finished request."""
-        return self._entries.pop(number)
-
-
-@final
 class RequestPlayer:
     """Plays requests of a log to served bundles. Use it in one event loop."""
 
@@ -91,27 +67,37 @@ class RequestPlayer:
             models: the bundles.
             max_tokens: the limit of new tokens of the server that wrote the log.
         """
-        self._captured = _CapturedEntries()
+        self._seeds: dict[str, list[int | None]] = {}
+        self._entries: dict[str, Entry] = {}
         settings = Settings(
             body_bytes=UNLIMITED,
             max_tokens=max_tokens,
             timeout_seconds=float(UNLIMITED),
             clients=UNLIMITED,
             anybody=ApiKey(priorities=(-UNLIMITED, UNLIMITED)),
-            log=self._captured,
+            log=self,
         )
         self._app = app_of(models, settings)
         self._count = 0
+
+    def begin(self, entry: Entry) -> None:
+        """Give the calls of a request the seeds that they had: the application logs to this."""
+        entry.seeds = self._seeds.pop(entry.id)
+        current.set(entry)
+
+    def end(self, entry: Entry) -> None:
+        """Take the record of a finished request."""
+        self._entries[entry.id] = entry
 
     async def play(self, line: Mapping[str, Any]) -> PlayedRequest:
         """Run the request of a line of a log again, with the seeds that it had."""
         self._count += 1
         number = str(self._count)
-        self._captured.expect(number, [call.seed for call in calls_of(line)])
+        self._seeds[number] = [call.seed for call in calls_of(line)]
         began, used = time.perf_counter(), time.process_time()
         answer = await _answer(self._app, number, line)
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used
-        return PlayedRequest(self._captured.take(number), seconds, cpu_seconds, answer)
+        return PlayedRequest(self._entries.pop(number), seconds, cpu_seconds, answer)
 
 
 def calls_of(line: Mapping[str, Any]) -> list[RecordedCall]:
@@ -175,3 +161,107 @@ def _collect(value: Any, found: list[str]) -> None:
                 found.append(each)
             else:
                 _collect(each, found)
+
+
+_NEW_TOKENS = 24
+_LETTERS = "etaoin shrdlu 0123 ETA."
+"""The characters of prompts, some more often than others, so that tokens of several characters come."""
+_SHORT, _MEDIUM = 40, 200
+"""Characters of texts."""
+_PROMPTS = 4
+_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_EMBEDDINGS, _SCORES = "/v1/embeddings", "/v1/score"
+
+
+def own_requests(served: Served, seed: int) -> list[dict[str, Any]]:
+    """Return requests to a bundle; the same seed gives the same ones.
+
+    For a decoder: short prompts, most likely tokens and seeded samples; one with the bundle's own sampling; a
+    conversation, where it has a template; and one that fills the longest context. For an encoder: sentences
+    or, if it scores, a query and texts.
+    None for functions: golden answers try these.
+    """
+    config = served.bundle.config
+    random = np.random.default_rng(seed)
+    if config.encoder is not None and config.encoder.scores is not None:
+        query, *texts = _sentences(random)
+        if config.encoder.width > 1:  # the server has no route for several labels
+            return []
+        return [_line(_SCORES, {"text_1": query, "text_2": texts, "model": served.name})]
+    if config.encoder is not None:
+        return [
+            _line(_EMBEDDINGS, {"input": each, "model": served.name}) for each in _sentences(random)
+        ]
+    if config.decoder is None or served.bundle.decoder.source is not None:
+        return []
+    return [*_texts(served, random, seed)]
+
+
+def why_compiles(served: Served) -> str:
+    """Return why a bundle's programs are compiled here; empty: they are not."""
+    bundle = served.bundle
+    found = {each.target: each.reason() for each in bundle.verdicts}
+    return "" if bundle.matched else found[bundle.target]
+
+
+def _sentences(random: np.random.Generator) -> list[str]:
+    return [_text(random, size) for size in (_SHORT, _SHORT, _MEDIUM, _MEDIUM)]
+
+
+def _texts(served: Served, random: np.random.Generator, seed: int) -> Iterator[dict[str, Any]]:
+    longest = served.engine.plan.context
+    most = min(_NEW_TOKENS, longest // 4)
+    common = {"model": served.name, "max_tokens": most, "seed": seed}
+    greedy = {**common, "temperature": 0, "ignore_eos": True}
+    for size in (_SHORT, _MEDIUM) * (_PROMPTS // 2):
+        prompt = _prompt(served, random, size, longest - most)
+        yield _line(_COMPLETIONS, {**greedy, "prompt": prompt}, seed)
+    prompt = _prompt(served, random, _SHORT, longest - most)
+    yield _line(_COMPLETIONS, {**greedy, "temperature": 0.9, "prompt": prompt}, seed)
+    yield _line(_COMPLETIONS, {**common, "prompt": prompt}, seed)
+    if served.bundle.has_chat_template and served.bundle.has_tokenizer:
+        said = [{"role": "user", "content": _text(random, _SHORT)}]
+        yield _line(_CHATS, {**greedy, "messages": said}, seed)
+    filling = _token_ids(served, random, longest - most)
+    yield _line(_COMPLETIONS, {**greedy, "prompt": filling}, seed)
+
+
+def _prompt(served: Served, random: np.random.Generator, size: int, most: int) -> str | list[int]:
+    """Return a text of so many characters; token ids where there is no tokenizer or little context."""
+    if served.bundle.has_tokenizer:
+        text = _text(random, size)
+        if len(served.bundle.tokenizer.encode(text)) <= most:
+            return text
+    return _token_ids(served, random, min(size, most))
+
+
+def _token_ids(served: Served, random: np.random.Generator, count: int) -> list[int]:
+    if not served.bundle.has_tokenizer:
+        vocabulary = served.bundle.config.decoder.vocab_size  # type: ignore[union-attr]
+        return [int(each) for each in random.integers(0, vocabulary, count)]
+    found: list[int] = []
+    while len(found) < count:  # a text may have fewer tokens than characters
+        found += served.bundle.tokenizer.encode(_text(random, count))
+    return [*map(int, found[:count])]
+
+
+def _text(random: np.random.Generator, size: int) -> str:
+    return "".join(random.choice(list(_LETTERS), size))
+
+
+def _line(path: str, body: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
+    call = (
+        {"kind": "encode", "model": body["model"]}
+        if seed is None
+        else {"kind": "generate", "model": body["model"], "seed": seed}
+    )
+    return {
+        "event": "request",
+        "id": "",
+        "method": "POST",
+        "path": path,
+        "status": 200,
+        "headers": {"content-type": "application/json"},
+        "body": json.dumps(body),
+        "calls": [call],
+    }

@@ -8,7 +8,7 @@ import time
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import ClosedError, PrejitError, printable
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import Models, Served
 
 _PAUSE_SECONDS = 5.0

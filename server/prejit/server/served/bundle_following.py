@@ -19,7 +19,7 @@ from prejit.runtime.ship.pulling import Pulled, Wanted, pull
 from prejit.runtime.ship.reference import Reference, is_reference, parse_reference
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.served.bundle_swaps import BundleSwaps
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import Models, Served
 from prejit.server.served.work_threads import yield_cpu
 

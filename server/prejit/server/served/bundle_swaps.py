@@ -15,8 +15,7 @@ from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import AnswerError, PrejitError, UsageError, printable
 from prejit.runtime.ship.reference import without_login
 from prejit.server.served import served_adapters
-from prejit.server.served.heap import free_young
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import free_young, say
 from prejit.server.served.served import CanaryShare, Models, Served
 from prejit.server.served.served_adapters import carry
 from prejit.server.served.served_loading import BundleSource, MakeServed

@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import ClosedError, UsageError
-from prejit.server.engine.histograms import REQUEST_BOUNDS, Histogram, HistogramValue
+from prejit.server.engine.engine_metrics import REQUEST_BOUNDS, Histogram, HistogramValue
 from prejit.server.served.client_grammars import Compiling
 
 if TYPE_CHECKING:

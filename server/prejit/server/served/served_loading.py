@@ -22,7 +22,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs.usage_hint import functions_of
 from prejit.runtime.ship.reference import is_reference, parse_reference
 from prejit.server.served.model_memory import ModelMemory
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import Models, Served, State
 from prejit.server.served.served_adapters import check_name
 

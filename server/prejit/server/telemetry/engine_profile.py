@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
 from prejit.runtime.base.process_facts import importing
-from prejit.runtime.errors import ClosedError
+from prejit.runtime.errors import ClosedError, UsageError
 from prejit.server.engine.request_recorder import Observed
 
 if TYPE_CHECKING:
@@ -61,6 +62,50 @@ class Spans(msgspec.Struct, frozen=True):
     kernels: dict[str, dict[str, tuple[str, str]]]
 
 
+_session_lock = threading.Lock()
+
+
+@final
+class XlaSession:
+    """A session of XLA's profiler. A process has one at a time.
+
+    It records XLA:CPU's thunks, which are its kernels, and on an accelerator the kernels of each stream.
+    jax's Python is not needed.
+    """
+
+    def __init__(self) -> None:
+        """Begin to record.
+
+        Raises:
+            UsageError: the process has a session already.
+        """
+        with importing():
+            from prejit.runtime.device import _jax_parts
+
+        if not _session_lock.acquire(blocking=False):
+            raise _busy("another request for one")
+        try:
+            self._session = _jax_parts.profiler_session()
+        except Exception as error:  # of the profiler, where jax.profiler has a session
+            _session_lock.release()
+            raise _busy(str(error)) from error
+
+    def stop(self) -> bytes:
+        """End the session; return its XSpace, serialized."""
+        try:
+            found: bytes = self._session.stop()
+        finally:
+            _session_lock.release()
+        return found
+
+
+def _busy(found: str) -> UsageError:
+    return UsageError(
+        f"expected a process that is not profiled, found {found}",
+        hint="try again when it has ended",
+    )
+
+
 def record(engines: Iterable[tuple[str, Bundle, Engine]], wait: Callable[[], object]) -> bytes:
     """Record engines while `wait` runs; return the recording.
 
@@ -72,9 +117,6 @@ def record(engines: Iterable[tuple[str, Bundle, Engine]], wait: Callable[[], obj
         UsageError: the process is being profiled already.
         ClosedError: a bundle is closed at the beginning.
     """
-    with importing():
-        from prejit.server.telemetry.xla_recording import XlaSession
-
     each = [_Watched(model, bundle, engine) for model, bundle, engine in engines]
     session = XlaSession()
     started = time.time_ns()

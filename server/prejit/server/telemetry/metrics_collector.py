@@ -25,8 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from prejit.runtime.fallback_reporting import fallback_counts
-from prejit.server.engine.engine_metrics import EngineMetrics, RequestMetrics
-from prejit.server.engine.histograms import HistogramValue
+from prejit.server.engine.engine_metrics import EngineMetrics, HistogramValue, RequestMetrics
 from prejit.server.engine.memory import host_memory_bytes, host_memory_limit_bytes
 from prejit.server.served.served import CanaryShare, Outcome, State
 from prejit.server.served.served_adapters import adapters_of

@@ -11,6 +11,7 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from prejit.runtime.device import _jax_parts
 from prejit.server.telemetry.engine_profile import Spans
-from prejit.server.telemetry.xla_recording import XlaEvent, xla_events
 
 _GROUPS = ("requests", "steps", "programs", "kernels")
 _LIBRARY = re.compile(r"^prejit_(\w+?)(?:[._][0-9a-f]{16})?$")
@@ -27,6 +28,25 @@ _WHOLE = ("while", "call", "cond")
 """How the names of instructions begin whose time is that of those inside of them."""
 _MAX_WAITING = 64
 """Calls that still wait for their runs; older ones had no kernel."""
+
+
+class XlaEvent(NamedTuple):
+    """A kernel that ran.
+
+    Attributes:
+        lane: the thread or the stream that it ran on.
+        kernel: its name in the optimized HLO.
+        module: name of its HLO module.
+        run: number of the run of the executable.
+        start, end: nanoseconds since 1970.
+    """
+
+    lane: str
+    kernel: str
+    module: str
+    run: int
+    start: int
+    end: int
 
 
 class TimeLinePart(NamedTuple):
@@ -228,3 +248,35 @@ def trace_events(found: TimeLine) -> dict[str, Any]:
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def xla_events(xspace: bytes) -> Iterator[XlaEvent]:
+    """Yield the kernels of an XSpace."""
+    data = _jax_parts.read_xspace(xspace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib's classes have no __module__
+        planes = list(data.planes)
+        started = next((found for each in planes if (found := _start(each)) is not None), 0)
+        for plane in planes:
+            for line in plane.lines:
+                lane = f"{plane.name} {line.name}".strip("/")
+                for event in line.events:
+                    stats: dict[str, Any] = dict(event.stats)
+                    if "hlo_op" not in stats:
+                        continue
+                    # A float of nanoseconds since 1970 has steps of 256 ns.
+                    start = started + round(event.start_ns)
+                    yield XlaEvent(
+                        lane,
+                        str(stats["hlo_op"]),
+                        str(stats.get("hlo_module", "")),
+                        int(stats.get("run_id", 0)),
+                        start,
+                        start + round(event.duration_ns),
+                    )
+
+
+def _start(plane: Any) -> int | None:
+    """Return when the profile began, which the times of events count from; None: another plane says it."""
+    found = dict(plane.stats).get("profile_start_time")
+    return None if found is None else int(found)

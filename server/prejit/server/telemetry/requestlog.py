@@ -34,7 +34,7 @@ from prejit.runtime.base.files import store_errors
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.ship.reference import is_reference, without_login
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.telemetry.watched_engine import EngineCall, Watch
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from prejit.server.engine.histograms import TOKEN_BOUNDS
+from prejit.server.engine.engine_metrics import TOKEN_BOUNDS
 from prejit.server.telemetry.watched_engine import EngineCall, Watch
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from prejit.runtime.encoding.encoder import Bucket, loading_order, partition
-from prejit.runtime.encoding.pairs import tokenize_pairs
-from prejit.runtime.encoding.sentences import check_ids, shorten
+from prejit.runtime.encoding.sentences import check_ids, shorten, tokenize_pairs
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 from prejit.runtime.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from prejit.runtime import Defaults, Options, Request, Sampling, load
 from prejit.runtime.cli.commands import commands
-from prejit.runtime.cli.generate_command import generate
+from prejit.runtime.cli.model_commands import generate
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
 from prejit.runtime.generation.options import OPTIONS, check_generation, parse_defaults, resolve

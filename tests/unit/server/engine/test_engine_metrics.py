@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prejit.server.engine.histograms import Histogram
+from prejit.server.engine.engine_metrics import Histogram
 from prejit.server.engine.memory import host_memory_bytes
 from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
 

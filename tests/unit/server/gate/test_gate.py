@@ -15,7 +15,7 @@ from prejit.runtime.errors import RejectError, UsageError
 from prejit.server.gate import gate
 from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.gate import Gate
-from prejit.server.gate.origins import Origins
+from prejit.server.gate.request_clients import Origins
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models
 from prejit.server.telemetry.requestlog import RequestLog

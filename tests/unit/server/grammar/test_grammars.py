@@ -12,11 +12,9 @@ from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammar_compiling
 from prejit.server.grammar import grammars as module
-from prejit.server.grammar.grammar_sources import any_source, schema_source
-from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.mask import GrammarMask
+from prejit.server.grammar.grammar_sources import ToolForm, any_source, schema_source
+from prejit.server.grammar.grammars import GrammarMask, Grammars
 from prejit.server.grammar.schema_paths import error_path
-from prejit.server.grammar.tool_call_grammar import ToolForm
 
 
 def nested(depth):

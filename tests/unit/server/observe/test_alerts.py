@@ -14,7 +14,7 @@ from tests.monitoring import ALERTS, DASHBOARDS, RULES, RULES_FILE, panels, quer
 from tests.processes import ran
 from tests.served import StandIn, served
 
-from prejit.server.engine.histograms import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
+from prejit.server.engine.engine_metrics import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.observe.monitoring_files import files

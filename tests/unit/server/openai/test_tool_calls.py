@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from prejit.server.gate.http_errors import ApiError
 from prejit.server.openai.chat_messages import Function
-from prejit.server.openai.constraints import chosen_tools, forced_calls
-from prejit.server.openai.tool_calls import ForcedReader, ToolCall, ToolReader, alone, new_call_id
+from prejit.server.openai.tool_calls import (
+    ForcedReader,
+    ToolCall,
+    ToolReader,
+    alone,
+    chosen_tools,
+    forced_calls,
+    new_call_id,
+)
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 

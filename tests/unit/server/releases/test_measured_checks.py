@@ -6,19 +6,22 @@ import numpy as np
 import pytest
 
 from prejit.runtime.format.release_limits import ReleaseLimits
-from prejit.server.releases.answer_differences import BundleAnswer, difference_of
 from prejit.server.releases.measured_checks import (
     CPU,
     FIRST,
     NEXT,
     WHOLE,
+    BundleAnswer,
     ComparedAnswers,
     PairedTimes,
+    difference_of,
+    is_settled,
+    is_slower,
+    paired_ratio,
     quick_enough,
     time_checks,
     times_of,
 )
-from prejit.server.releases.significance import is_settled, is_slower, paired_ratio
 from prejit.server.telemetry.requestlog import RecordedCall
 
 

@@ -18,9 +18,8 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.http.admin import make_admin
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry import profile_time_line
-from prejit.server.telemetry.engine_profile import Spans, read_recording, record
-from prejit.server.telemetry.profile_time_line import read_time_line, trace_events
-from prejit.server.telemetry.xla_recording import XlaEvent, XlaSession
+from prejit.server.telemetry.engine_profile import Spans, XlaSession, read_recording, record
+from prejit.server.telemetry.profile_time_line import XlaEvent, read_time_line, trace_events
 
 NEW = 12
 

@@ -12,7 +12,7 @@ from tests.served import StandIn, StandInStream, stats
 
 from prejit.runtime.errors import StoreError
 from prejit.server.engine.fair_queue import NO_LIMITS
-from prejit.server.served.say import say
+from prejit.server.served.process_upkeep import say
 from prejit.server.served.served import Models
 from prejit.server.telemetry.requestlog import (
     Entry,

@@ -9,8 +9,7 @@ from typing import final
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
-from prejit.runtime.format.tree_references import without_references
-from prejit.runtime.format.trees import branches, whole
+from prejit.runtime.format.trees import branches, whole, without_references
 
 
 @final

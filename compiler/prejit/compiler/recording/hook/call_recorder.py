@@ -11,14 +11,16 @@ from typing import Any
 from prejit.compiler.recording.hook.callback_lines import CallbackLines
 from prejit.compiler.recording.hook.described_executable import executable_json
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
-from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.input_facts import file_of, initial_environment
 from prejit.runtime.recorded.hook.jax_calls import (
+    PARTS,
     CompiledCall,
     JaxCall,
+    SignatureReader,
     TracedPart,
     looks_for_nans,
     settings_text,
+    signature_of,
 )
 from prejit.runtime.recorded.hook.kept_calls import call_name
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError

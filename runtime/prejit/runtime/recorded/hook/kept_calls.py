@@ -16,13 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.jax_calls import (
+    PARTS,
     JaxCall,
     KeptCall,
+    SignatureReader,
     TracedPart,
     load_executable,
     looks_for_nans,
+    signature_of,
 )
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import digest_of

@@ -8,7 +8,7 @@ from tests.odd_weights import spoil_weights
 from prejit.runtime import load
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import NumbersError
-from prejit.runtime.programs.finite_check import refuse_odd
+from prejit.runtime.programs.watched_runs import refuse_odd
 
 ASK = {"max_new_tokens": 4, "stop_token_ids": ()}
 

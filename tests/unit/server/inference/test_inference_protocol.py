@@ -6,7 +6,7 @@ import pytest
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import DTYPES
-from prejit.server.inference import tensors
+from prejit.server.inference import inference_protocol as tensors
 
 PAIRS = [
     *((name, name.upper()) for name in ("bool", "int8", "int16", "int32", "int64")),

@@ -7,8 +7,15 @@ from tests.html_pages import EVIL, alone
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.release_limits import ReleaseLimits
-from prejit.server.releases import gate_report
-from prejit.server.releases.gate_run import GateVerdict, requests_of
+from prejit.server.releases.gate_run import (
+    GateVerdict,
+    requests_of,
+    verdict_json,
+    verdict_line,
+    verdict_markdown,
+    verdict_page,
+    verdict_table,
+)
 from prejit.server.releases.measured_checks import RequestDifference
 from prejit.server.releases.release_contents import ReleaseCheck
 
@@ -24,21 +31,21 @@ VERDICT = GateVerdict(
 def test_a_verdict_is_the_same_in_every_form_and_breaks_none():
     assert not VERDICT.passed
     line = "failed: sha256:b may not take the place of sha256:a: tokens;"
-    assert gate_report.verdict_line(VERDICT).startswith(line)
-    found = json.loads(json.dumps(gate_report.verdict_json(VERDICT)))
+    assert verdict_line(VERDICT).startswith(line)
+    found = json.loads(json.dumps(verdict_json(VERDICT)))
     assert (found["passed"], found["limits"]["p95_ms"]) == (False, 7)
     assert [each["outcome"] for each in found["checks"]] == ["passed", "failed"]
-    assert "targets" in gate_report.verdict_table(VERDICT)
+    assert "targets" in verdict_table(VERDICT)
     passed = GateVerdict("sha256:a", "sha256:b", (GOOD,), ReleaseLimits(), 3, (), 1.0)
     assert passed.passed
-    assert "may take the place" in gate_report.verdict_line(passed)
-    assert "passed the gate" in gate_report.verdict_markdown(passed)
-    comment = gate_report.verdict_markdown(VERDICT)
+    assert "may take the place" in verdict_line(passed)
+    assert "passed the gate" in verdict_markdown(passed)
+    comment = verdict_markdown(VERDICT)
     rows = [line for line in comment.splitlines() if line.startswith("| tokens")]
     assert len(rows) == 1
     assert rows[0].replace("\\|", "").count("|") == 6
     assert "<script" not in comment
-    alone(gate_report.verdict_page(VERDICT)).check_harmless(2)
+    alone(verdict_page(VERDICT)).check_harmless(2)
 
 
 def test_a_log_of_several_models_needs_a_name():

@@ -1,9 +1,11 @@
-"""Drafts pause where they lose time, and come back where they gain some."""
+"""Drafts are what followed the last time: they pause where they lose time, and come back where they gain."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prejit.runtime.generation import draft_pace
-from prejit.runtime.generation.draft_pace import DraftPace
+from prejit.runtime.generation import drafting
+from prejit.runtime.generation.drafting import DraftPace, PromptLookup
 
 pytestmark = pytest.mark.measured_drafts
 STEP = 0.01
@@ -32,7 +34,7 @@ def test_drafts_that_are_never_right_cost_a_few_per_cent_and_those_that_pay_are_
 
 def test_drafts_come_back_when_a_text_changes():
     _, pace = simulated(1, 4)
-    assert pace.credit <= draft_pace._MOST_CREDIT
+    assert pace.credit <= drafting._MOST_CREDIT
     assert simulated(4, 2, pace=pace)[0] < 0.75
 
 
@@ -45,7 +47,7 @@ def test_nothing_is_drafted_before_a_step_is_known_and_the_first_call_does_not_c
     pace.decoded("decode", 4, 4 * STEP)
     assert pace.allows("decode")
     pace.verified("decode", "verify", 1, 100 * STEP)
-    assert pace.credit >= draft_pace.FIRST_CREDIT
+    assert pace.credit >= drafting.FIRST_CREDIT
     assert not pace.allows("other")
 
 
@@ -55,7 +57,7 @@ def test_a_call_that_the_machine_interrupts_changes_nothing():
     pace.verified("decode", "verify", 4, 1000 * STEP)
     assert pace.credit >= before - 1
     pace.verified("decode", "verify", 4, 1000 * STEP, once=True)
-    assert pace.credit == draft_pace._LEAST_CREDIT
+    assert pace.credit == drafting._LEAST_CREDIT
 
 
 def test_a_step_is_measured_again_and_again():
@@ -64,3 +66,25 @@ def test_a_step_is_measured_again_and_again():
     for _ in range(3):
         pace.decoded("decode", 1, 5 * STEP)
     assert simulated(2, 4, steps=6000, pace=pace)[0] < 1.1
+
+
+tokens = st.lists(st.integers(0, 3), max_size=40)
+
+
+def looked_up(text, count):
+    """What the module promises, by searching the whole text."""
+    for length in (3, 2):
+        for place in range(len(text) - 1, length - 1, -1):
+            if len(text) > length and text[place - length : place] == text[-length:]:
+                grown = list(text)
+                while len(grown) < len(text) + count:
+                    grown.append(grown[place + len(grown) - len(text)])
+                return grown[len(text) :]
+    return []
+
+
+@given(text=tokens, cut=st.integers(0, 40), count=st.integers(0, 9))
+def test_a_draft_is_what_followed_the_last_time(text, cut, count):
+    lookup = PromptLookup(text[:cut])
+    lookup.extend(text[cut:])
+    assert lookup.draft(count) == looked_up(text, count)

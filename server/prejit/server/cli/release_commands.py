@@ -1,11 +1,13 @@
-"""`prejit gate`: judge whether a bundle may take the place of another one."""
+"""`prejit gate` and `prejit replay`: compare a bundle that may take the place of another one with it."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
 
 import click
 
 from prejit.runtime.cli.bundle_references import local_bundle
-from prejit.runtime.cli.command_options import DIR, FILE, JSON, SECONDS, TRUST, VERBOSE, page
+from prejit.runtime.cli.command_options import DIR, FILE, JSON, PATH, SECONDS, TRUST, VERBOSE, page
 from prejit.runtime.cli.output import (
     print_json,
     print_text,
@@ -66,14 +68,16 @@ def gate(
     """
     with warnings_on_stderr():
         from prejit.runtime.machine.fleet_machines import Fleet, read_fleet, unread
-        from prejit.server.releases.gate_report import (
+        from prejit.server.releases.gate_run import (
+            GateOptions,
+            requests_of,
+            run_gate,
             verdict_json,
             verdict_line,
             verdict_markdown,
             verdict_page,
             verdict_table,
         )
-        from prejit.server.releases.gate_run import GateOptions, requests_of, run_gate
         from prejit.server.telemetry.requestlog import log_lines
 
         [(name, path)] = named_paths([old])
@@ -97,3 +101,39 @@ def gate(
     if markdown is not None:
         write_text(markdown, verdict_markdown(verdict))
     return 0 if verdict.passed else GATE_FAILED
+
+
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit replay requests.jsonl\n"
+    "  prejit replay requests.jsonl --bundle demo=artifacts/demo-after\n\n"
+    "Exit status: 1 one of the requests gives something else."
+)
+@click.argument("log", type=PATH, metavar="LOG", help="File that `prejit serve --log` wrote.")
+@click.option(
+    "--bundle",
+    "bundles",
+    multiple=True,
+    metavar="[NAME=]BUNDLE",
+    help="A bundle in place of the one with this name in the log; may be repeated.",
+)
+@TRUST
+@VERBOSE
+@JSON
+def replay(log: str, bundles: tuple[str, ...], as_json: bool) -> int:
+    """Run the requests of a log of `prejit serve` again, and compare."""
+    with warnings_on_stderr(), progress() as show:
+        from prejit.server.http import log_replay as replaying
+
+        report = replaying.replay(log, named_paths(bundles), show)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        for note in report.notes:
+            print_text(f"note: {note}")
+        for each in report.differences:
+            print_text(f"{each.id}  {each.path}  {each.reason}")
+        print_text(
+            f"{report.equal} equal, {report.rounded} differ by rounding, "
+            f"{len(report.differences)} differ, {report.skipped} skipped"
+        )
+    return 1 if report.differences else 0

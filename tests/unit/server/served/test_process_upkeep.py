@@ -9,7 +9,7 @@ import pytest
 
 ARENAS = """
 import ctypes, re, sys, threading
-from prejit.server.served.heap import use_few_arenas
+from prejit.server.served.process_upkeep import use_few_arenas
 use_few_arenas()
 libc = ctypes.CDLL(None)
 together = threading.Barrier(12)
@@ -41,7 +41,7 @@ def test_threads_share_few_arenas(chosen, expected, run_python, monkeypatch):
 
 FREED = """
 import ctypes, gc
-from prejit.server.served.heap import trim
+from prejit.server.served.process_upkeep import trim
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 blocks = [libc.malloc(10_000) for _ in range(10_000)]
@@ -70,7 +70,7 @@ def test_free_memory_goes_back_to_the_system(run_python):
 
 
 SMALL_PAGES = """
-from prejit.server.served.heap import use_small_pages
+from prejit.server.served.process_upkeep import use_small_pages
 use_small_pages()
 print(open("/proc/self/status").read())
 """

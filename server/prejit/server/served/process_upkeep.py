@@ -1,12 +1,16 @@
-"""The heap of a server: what was freed serves all threads, and goes back to the system when it is at rest."""
+"""What a server asks of its process: the heap, open files, and messages to the person who started it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
+import resource
+import sys
 
 from prejit.runtime.base.process_memory import give_back
+from prejit.runtime.ship.reference import without_login
 
 _M_ARENA_MAX = -8
 _ARENAS = 2
@@ -56,3 +60,27 @@ def free_young() -> None:
     """
     gc.collect(1)
     give_back()
+
+
+_MAX_FILES = 65_536
+
+
+def allow_many_connections() -> None:
+    """Raise the soft limit of open files, whose default is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def say(text: str) -> None:
+    """Print a text to stderr; forget it if its reader is gone or the disk is full."""
+    try:
+        print(without_login(text), file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        # The text stays in Python's buffer, whose flush at the end would fail and change the exit status.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stderr.fileno())
+    except OSError:
+        pass

@@ -1,4 +1,4 @@
-"""Reports of a loaded bundle: golden answers, how its programs were obtained, times of its start."""
+"""Methods of a loaded bundle for those who operate it: golden answers, reports, times of its start, sleep."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from prejit.runtime.start_report import StartReport
 
 
-class BundleReports(LoadedBundle):
-    """The methods of `Bundle` that report."""
+class BundleUpkeep(LoadedBundle):
+    """The methods of `Bundle` that report, and sleep."""
 
     def check_answers(self) -> Iterator[CheckedAnswer]:
         """Run every program that has a golden answer, one after the other, and yield what it found.
@@ -50,7 +50,7 @@ class BundleReports(LoadedBundle):
 
     def timed_runner(self, program: str) -> Callable[[], float]:
         """Return a function that runs a program with the arguments of its golden answer and times it."""
-        from prejit.runtime.programs.repeated_runs import timed_runner
+        from prejit.runtime.programs.watched_runs import timed_runner
 
         return timed_runner(self._programs, program)
 
@@ -72,7 +72,7 @@ class BundleReports(LoadedBundle):
         Args:
             report: takes the program and the error of each such run, which goes on; None: it raises.
         """
-        from prejit.runtime.programs.finite_check import check_finite
+        from prejit.runtime.programs.watched_runs import check_finite
 
         check_finite(self._programs, report)
 
@@ -117,3 +117,33 @@ class BundleReports(LoadedBundle):
     def device_memory_bytes(self) -> int | None:
         """Return the peak memory in use on an accelerator; None on a CPU."""
         return self._programs.device.memory_bytes()
+
+    def sleep(self) -> None:
+        """Drop executables, and weights on an accelerator, and give their memory back to the system.
+
+        Weights stay mapped files, and what is verified stays verified. A call that runs keeps what it uses,
+        and later calls make ready again what they need. Sessions, batches and bound programs keep their own.
+        """
+        from prejit.runtime.base.process_memory import give_back
+        from prejit.runtime.device._jax_parts import collect_garbage
+
+        known = vars(self)
+        if (encoder := known.get("encoder")) is not None:
+            encoder.release()
+        getattr(known.get("decoder"), "spares", {}).clear()
+        self._programs.release()
+        if (dispatched := known.get("dispatched")) is not None:
+            dispatched.close()
+        known.pop("on_jax", None)
+        collect_garbage()
+        give_back()
+
+    def wake(self) -> None:
+        """Make the programs ready that were used so far. Without it, the first calls do.
+
+        Raises:
+            ClosedError: the bundle is closed.
+            ExecutableError: XLA cannot load one on this machine any more.
+        """
+        if names := self._programs.obtained():
+            self.prepare(*names)
