@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.compiler.base.statement_writing import encode_statement
-from prejit.compiler.pipeline.layout_writing import Part, attach, remove_abandoned
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach, remove_abandoned
 from prejit.runtime.base.files import digest_of, is_digest, store_errors
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.pipeline.pack.bundle_writing import write_layout
 from prejit.compiler.recording import jax_cache_packing as packing
 from prejit.compiler.recording.hook import process_watch, trace_effects
 from prejit.compiler.recording.hook.described_executable import executable_json

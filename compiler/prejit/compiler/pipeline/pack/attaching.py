@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.layout_writing import Part, attach, is_whole
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach, is_whole
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest, Index
