@@ -4,7 +4,7 @@
              -> lowered     programs and functions as StableHLO            lower
              -> compiled    executables, made in worker processes          submitted_jobs
              -> packed      tables, layers and index                       pack.contents
-             -> written     the OCI image layout, with its descriptions    pack.bundle_writing, pack.attaching
+             -> written     the OCI image layout, with its descriptions    bundle_writing, bundle_descriptions
 
 `begin` goes from the manifest to programs that are being compiled, `finish` from there to the bundle.
 Workers compile a program while the next one is lowered and while weights are packed. `build_all` does this
@@ -45,13 +45,12 @@ from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
 from prejit.compiler.pipeline.measure.reference_checks import with_checked_answers
-from prejit.compiler.pipeline.pack.attaching import attach_descriptions
+from prejit.compiler.pipeline.pack.bundle_descriptions import attach_descriptions, build_provenance
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import WeightsLayer, pack_weights, read_layers
-from prejit.compiler.pipeline.pack.provenance import build_provenance
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
 from prejit.compiler.pipeline.planned_executables import TargetTools
 from prejit.compiler.pipeline.published_files import Published, find_published
