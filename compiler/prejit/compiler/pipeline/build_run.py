@@ -50,7 +50,8 @@ from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLa
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
-from prejit.compiler.pipeline.pack.model_layers import WeightsLayer, pack_weights, read_layers
+from prejit.compiler.pipeline.pack.model_layers import read_layers
+from prejit.compiler.pipeline.pack.weights_layer import WeightsLayer, pack_weights
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
 from prejit.compiler.pipeline.planned_executables import TargetTools
 from prejit.compiler.pipeline.published_files import Published, find_published

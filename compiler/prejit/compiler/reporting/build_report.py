@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from prejit.compiler.pipeline.build_interface import Built
-from prejit.compiler.pipeline.pack.few_bits import FewBits
+from prejit.compiler.pipeline.pack.weights_layer import FewBits
 from prejit.compiler.progress import Step
 from prejit.compiler.reporting.time_line import Link, Placed, critical_path, place
 from prejit.runtime.format.bundle_schema import Accuracy
