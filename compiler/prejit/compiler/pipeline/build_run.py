@@ -39,7 +39,7 @@ from prejit.compiler.pipeline.lower.crew import open_crew
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.lower.program_submission import Submitting
-from prejit.compiler.pipeline.lower.trace_keeping import remember
+from prejit.compiler.pipeline.lower.trace_keeping import read_own, remember
 from prejit.compiler.pipeline.measure.accuracy import choose_bits, measure_accuracy, round_by_text
 from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
@@ -51,7 +51,7 @@ from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import read_layers
-from prejit.compiler.pipeline.pack.weights_layer import WeightsLayer, pack_weights
+from prejit.compiler.pipeline.pack.weights_layer import RoundedByText, WeightsLayer, pack_weights
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
 from prejit.compiler.pipeline.planned_executables import TargetTools
 from prejit.compiler.pipeline.published_files import Published, find_published
@@ -188,12 +188,45 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     """Plan a build, submit its programs, and pack its weights while they are compiled."""
     store, progress, name = service.store, service.progress, manifest.bundle.name
     check_place(name, service.output)
-    directory, draft = _fetch(manifest), _fetch(manifest.of_draft)
+    space, options, published, rounded = _planned(manifest, only, service)
+    crew = open_crew(space.plan, options, service.executor, store, progress)
+    with crew or nullcontext():  # its processes read the model meanwhile
+        check(space, None if published is None else published.checkpoint)
+        space = read_own(space)
+        # After the model: to try a tokenizer may take half a minute.
+        layers = tuple(read_layers(space))
+        toolchains = [make_toolchain(target, progress) for target in space.plan.targets]
+        _note_cpus(toolchains, progress)
+        _note_expiry(name, progress)
+        submitting = Submitting(space, crew, service)
+        submitting.run(toolchains)
+    space = submitting.space
+    submitted = [each for p in space.plan.programs for each in submitting.found[p.spec.name]]
+    user = space.parameters()
+    lowered = {each.spec.name: each.lowered for each in submitted}
+    remember(submitting.untraced, lowered, user)
+    rounding = partial(round_by_text, earlier=rounded)
+    weights = cache(partial(pack_weights, space, published, user, rounding))
+    if service.shard is None:
+        packed = weights()  # while workers compile
+        weights = cache(lambda: packed)
+    check_sizes(space, lowered, user, weights, service.timeout_seconds)
+    packing = service.packings.get(name)
+    return Begun(space, published, submitting.tools, submitted, weights, layers, packing)
+
+
+def _planned(
+    manifest: Manifest, only: tuple[str, ...], service: Services
+) -> tuple[Workspace, PlanOptions, Published | None, RoundedByText | None]:
+    """Return the plan of a build, with which other processes plan too, and the files of its checkpoint.
+
+    The last is what deciding the dtypes of an encoder's matrices rounded already; None: nothing.
+    """
+    store, progress = service.store, service.progress
+    paths = (service.forms, _fetch(manifest), _fetch(manifest.of_draft))
+    forms, directory, draft = (None if path is None else str(path) for path in paths)
     _note_reads(manifest, progress)
-    forms, fetched, drafts = (
-        None if path is None else str(path) for path in (service.forms, directory, draft)
-    )
-    options = PlanOptions(only, forms, fetched, drafts, service.retrace)
+    options = PlanOptions(only, forms, directory, draft, service.retrace)
     plan = plan_build(manifest, store, options)
     published, rounded = find_published(manifest, plan.model, plan.draft), None
     if published is not None and plan.model is not None and plan.model.chosen is None:
@@ -204,35 +237,7 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
         plan = plan_build(manifest, store, options)
     elif plan.model is not None:
         options = replace(options, bits=plan.model.chosen)  # so that no process hashes files for it
-    space = Workspace.of(plan, store, progress)
-    crew = open_crew(plan, options, service.executor, store, progress)
-    with nullcontext() if crew is None else crew:
-        checked = None if crew is None else crew.check()
-        if checked is None:
-            check(space, None if published is None else published.checkpoint)
-        elif plan.own is None:
-            space = space.with_plan(replace(plan, own=checked.own))
-        known = None if checked is None else checked.vocab_size
-        # After the model: to try a tokenizer may take half a minute.
-        layers = tuple(read_layers(space, lambda: known or space.vocab_size()))
-        toolchains = [make_toolchain(target, progress) for target in plan.targets]
-        _note_cpus(toolchains, progress)
-        _note_expiry(name, progress)
-        submitting = Submitting(space, None if checked is None else crew, service)
-        submitting.run(toolchains)
-    space = submitting.space
-    submitted = [each for p in space.plan.programs for each in submitting.found[p.spec.name]]
-    user = space.parameters()
-    lowered = {each.spec.name: each.lowered for each in submitted}
-    remember(submitting.untraced, lowered, user, space.plan.own)
-    rounding = partial(round_by_text, earlier=rounded)
-    weights = cache(partial(pack_weights, space, published, user, rounding))
-    if service.shard is None:
-        packed = weights()  # while workers compile
-        weights = cache(lambda: packed)
-    check_sizes(space, lowered, user, weights, service.timeout_seconds)
-    packing = service.packings.get(name)
-    return Begun(space, published, submitting.tools, submitted, weights, layers, packing)
+    return Workspace.of(plan, store, progress), options, published, rounded
 
 
 def finish(

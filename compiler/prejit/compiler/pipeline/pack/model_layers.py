@@ -6,7 +6,7 @@ A file is checked before anything compiles: one with a mistake would fail where 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +64,10 @@ _TOKENIZERS = ("*.tiktoken", "*.spm", "s*.model", "tekken.json", "tokenizer.mode
 """Names of files of tokenizers that transformers reads, and prejit does not."""
 
 
-def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
+def read_layers(space: Workspace) -> Iterator[PackedLayer]:
     """Yield the layers of a model's files and of the licence, each checked.
 
-    `vocab_size` returns the number of tokens of the model. The store knows which tokenizers passed before.
+    The store knows which tokenizers passed before.
 
     Raises:
         CheckpointError: a file would fail where the bundle runs.
@@ -84,7 +84,7 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
         )
         if tokenizer.is_file() and reads_texts:
             content = with_configured_tokens(tokenizer, _read(tokenizer))
-            _check_tokenizer(space, tokenizer, content, vocab_size)
+            _check_tokenizer(space, tokenizer, content)
             settings = tokenizer.with_name("tokenizer_config.json")
             for key in unread_settings(settings, content, decodes=decodes):
                 space.progress.note(f"{settings}: prejit does not use {key}: true")
@@ -273,12 +273,10 @@ def unread_similarity(layout: SentenceLayout) -> str:
     return f"{file}: prejit does not use {_SIMILARITY}: {shown(name)}; SentenceEncoder takes it as an option"
 
 
-def _check_tokenizer(
-    space: Workspace, path: Path, content: bytes, vocab_size: Callable[[], int]
-) -> None:
+def _check_tokenizer(space: Workspace, path: Path, content: bytes) -> None:
     """Check a tokenizer, unless it passed before."""
     if space.plan.manifest.has_own_model:
-        config = f"vocab_size {vocab_size()}"
+        config = f"vocab_size {space.vocab_size()}"
     else:
         config = file_digest(path.with_name("config.json"))
     model = space.plan.model
@@ -291,8 +289,8 @@ def _check_tokenizer(
     if space.store.get(key) is not None:
         return
     with space.progress.phase("checking tokenizer.json"):
-        tokenizer_check.check_tokenizer(path, content, vocab_size())
+        tokenizer_check.check_tokenizer(path, content, space.vocab_size())
         check_prefix_space(path, content)
         if layout is not None:
-            check_encoder_tokenizer(path, content, layout, vocab_size())
+            check_encoder_tokenizer(path, content, layout, space.vocab_size())
     space.store.put(key, {"passed": True})

@@ -60,7 +60,7 @@ class Project:
         progress.note = self.notes.append
         space = Workspace(plan, None, code, self.store, progress, None)  # it has no model
         self.lowered = {each.spec.name: lower(space, each) for each in plan.programs}
-        remember(space, self.lowered, space.parameters(), None)
+        remember(space, self.lowered, space.parameters())
         return {each.spec.name for each in plan.programs if each.lowered is None}
 
     def why(self):
