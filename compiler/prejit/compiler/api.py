@@ -134,7 +134,7 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
     mesh, split = None, dict[str, tuple[str, ...]]()
     if jitted is not None:
         # It imports jax, which a build of a manifest may not need.
-        from prejit.compiler.lowering.user.jitted_options import jitted_split
+        from prejit.compiler.lowering.user.shardings import jitted_split
 
         mesh, split = jitted_split(jitted.options, names, f"program {name!r}")
     return Program(

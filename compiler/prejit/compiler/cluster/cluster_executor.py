@@ -33,11 +33,10 @@ from prejit.compiler.cluster.node import (
     own_cpu,
     send,
 )
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, compile_once, find_compiled
 from prejit.compiler.compile.executor import give_error, give_result, need_of, pass_on
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
-from prejit.compiler.compile.stored_executables import compile_once, find_compiled
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address

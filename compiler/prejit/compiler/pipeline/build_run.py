@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.compile.compile_jobs import Compiled
-from prejit.compiler.compile.gpu_convolutions import has_plain_convolutions
+from prejit.compiler.compile.stablehlo_contents import has_plain_convolutions
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.build_interface import (
     BuildOptions,

@@ -1,7 +1,7 @@
 """The executables that a plan needs, and which of them the store has.
 
 `known_job` makes the job of an executable, which a build submits and for which a plan asks the store. The
-job's key decides for both (`compile.stored_executables`), so a plan says "cached" of what a build takes from
+job's key decides for both (`compile_jobs.find_compiled`), so a plan says "cached" of what a build takes from
 the store.
 """
 

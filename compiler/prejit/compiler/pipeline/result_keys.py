@@ -28,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.compiler.compile.compile_jobs import Source
-from prejit.compiler.compile.executable_keys import executable_key
+from prejit.compiler.compile.compile_jobs import Source, executable_key
 from prejit.compiler.lowering.user.trace_inputs import version_of
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, find_compiled
 from prejit.compiler.compile.executor import Executor, collect, pass_on
-from prejit.compiler.compile.stored_executables import find_compiled
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import zstandard
 
-from prejit.compiler.compile.compile_jobs import CANNOT_COMPILE, Compiled, CompileJob, Source
-from prejit.compiler.compile.executable_keys import executable_key
+from prejit.compiler.compile.compile_jobs import (
+    CANNOT_COMPILE,
+    Compiled,
+    CompileJob,
+    Source,
+    executable_key,
+)
 from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.recorded_lowering import RecordedLowering

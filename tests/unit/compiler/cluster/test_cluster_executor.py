@@ -12,9 +12,8 @@ from prejit.compiler.cluster import cluster_executor
 from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 from prejit.compiler.cluster.connection import Ended, Size, check_address
 from prejit.compiler.cluster.node import bring, inputs_of, open_exchange, send
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, find_compiled
 from prejit.compiler.compile.schedule import Loss
-from prejit.compiler.compile.stored_executables import find_compiled
 from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore

@@ -18,10 +18,9 @@ from tests.recipes import export
 from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, find_compiled
 from prejit.compiler.compile.executor import collect, size_need
 from prejit.compiler.compile.pool import WorkerPool, default_workers
-from prejit.compiler.compile.stored_executables import find_compiled
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
 from prejit.compiler.store.build_cache_key import Key

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prejit.compiler.lowering.user.source_imports import of_source
+from prejit.compiler.lowering.user.source_modules import of_source
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.model_checks import check_planned

@@ -18,8 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.executable_keys import executable_key
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, executable_key
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest

@@ -16,7 +16,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
-from prejit.compiler.lowering.user import source_imports
+from prejit.compiler.lowering.user.source_modules import imports_of
 from prejit.compiler.lowering.user.trace_inputs import Present, is_installed, read_source
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
@@ -126,5 +126,5 @@ def _modules(manifest: Manifest) -> Iterator[str]:
         with suppress(OSError):
             is_package = spec.submodule_search_locations is not None
             content = read_source(spec)
-            found = source_imports.of_source(content, name if is_package else package, is_package)
+            found = imports_of(content, name if is_package else package, is_package)
             left += [*found.names, *found.attributes]
