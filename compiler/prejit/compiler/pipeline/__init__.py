@@ -2,14 +2,14 @@
 
     build_interface.py   the options of a build, its services and its result
     plan.py              manifest -> plan: programs x targets, and what the store has of them
-    planned_executables.py   plan -> jobs: which executables the store has
+    target_tools.py      what compiles for each target
+    executable_jobs.py   plan and lowered -> jobs -> compiled: which executables the store has, and the others
     result_keys.py       the ingredients of every key
     stored_traces.py     traces of the user's code in the store
     model.py             the model: its files, and what they say
     libraries.py         the user's libraries of FFI handlers
     workspace.py         what all steps of one build share: its plan, its model, the user's code, the store
     lower                plan -> lowered: checks, lowering here and in processes, and handing to the executor
-    submitted_jobs.py    lowered -> compiled
     measure              speed of products and programs, accuracy of dtypes, golden answers, other sizes
     pack                 compiled -> packed -> written: tables, layers, index, descriptions
     shards.py            one build by several machines

@@ -2,7 +2,7 @@
 
     manifest -> plan        programs x targets, and what the store has     plan, reuse
              -> lowered     programs and functions as StableHLO            lower
-             -> compiled    executables, made in worker processes          submitted_jobs
+             -> compiled    executables, made in worker processes          executable_jobs
              -> packed      tables, layers and index                       pack.contents
              -> written     the OCI image layout, with its descriptions    bundle_writing, bundle_descriptions
 
@@ -35,6 +35,12 @@ from prejit.compiler.pipeline.build_interface import (
     Failed,
     Services,
 )
+from prejit.compiler.pipeline.executable_jobs import (
+    CompiledTarget,
+    Jobs,
+    Submitted,
+    compiled_targets,
+)
 from prejit.compiler.pipeline.lower.crew import open_crew
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
@@ -52,23 +58,14 @@ from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights_layer import RoundedByText, WeightsLayer, pack_weights
-from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
-from prejit.compiler.pipeline.planned_executables import TargetTools
+from prejit.compiler.pipeline.plan import Lowered, PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import Published, find_published
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.shards import Packing, Turn
-from prejit.compiler.pipeline.submitted_jobs import (
-    CompiledTarget,
-    Jobs,
-    Submitted,
-    compiled_targets,
-)
+from prejit.compiler.pipeline.target_tools import TargetTools, make_toolchain
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store
-from prejit.compiler.targets.environments import spec_for
-from prejit.compiler.targets.installing import make_environment
-from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
@@ -362,17 +359,6 @@ def _note_reads(manifest: Manifest, progress: Progress) -> None:
         for pattern in () if section is None else section.reads:
             if next(iglob(pattern, root_dir=manifest.directory, recursive=True), None) is None:
                 progress.note(f"{manifest.where}: reads: {pattern!r} matches no file")
-
-
-def make_toolchain(target: Target, progress: Progress) -> Toolchain:
-    """Return what compiles for a target; its environment is made first if it is not there."""
-    if (found := find_toolchain(target)) is None:
-        spec = spec_for(target, versions("jax")["jax"])
-        assert spec is not None
-        make_environment(spec, progress)
-        found = find_toolchain(target)
-        assert found is not None
-    return found
 
 
 def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:

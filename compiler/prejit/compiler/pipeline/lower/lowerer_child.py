@@ -28,17 +28,10 @@ from prejit.compiler.pipeline.lower.program_lowering import (
     source_of,
 )
 from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.plan import (
-    Lowered,
-    Plan,
-    PlannedProgram,
-    TargetKernels,
-    calls_kernels,
-    find_toolchain,
-    kernels_of,
-    plan_build,
-)
+from prejit.compiler.pipeline.model import calls_kernels
+from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram, plan_build
 from prejit.compiler.pipeline.result_keys import own_lower_key
+from prejit.compiler.pipeline.target_tools import TargetKernels, find_toolchain, kernels_of
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key

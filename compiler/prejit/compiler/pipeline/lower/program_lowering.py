@@ -16,20 +16,25 @@ from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import IMAGE, undrafted
 from prejit.compiler.native.products import Product, called
-from prejit.compiler.pipeline.model import ModelSource, cache_dtype, longest_context, longest_source
+from prejit.compiler.pipeline.executable_jobs import choose_source
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    cache_dtype,
+    calls_kernels,
+    longest_context,
+    longest_source,
+)
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Native,
     Plan,
     PlannedProgram,
     StoredTrial,
-    TargetKernels,
-    calls_kernels,
-    choose_source,
     find_lowered,
     find_native,
 )
 from prejit.compiler.pipeline.result_keys import native_key, own_lower_key
+from prejit.compiler.pipeline.target_tools import TargetKernels
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store

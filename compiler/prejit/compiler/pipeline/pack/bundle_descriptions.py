@@ -26,13 +26,13 @@ from typing import Any
 
 from prejit.compiler.base.statement_writing import encode_statement
 from prejit.compiler.native.kernel_library import kernel_conditions
+from prejit.compiler.pipeline.executable_jobs import CompiledTarget
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.compiler.pipeline.pack.bundle_writing import Part, attach, is_whole
 from prejit.compiler.pipeline.pack.user_sources import Base, SourceContent, manifest_sources
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.published_files import Published
 from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.pipeline.submitted_jobs import CompiledTarget
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.prejit_code import LOWERING, WEIGHTS, code_digest
 from prejit.compiler.store.store_interface import Store
