@@ -43,6 +43,7 @@ from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets import environments
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.machine.fingerprint import read_xla_flags
 
@@ -353,7 +354,7 @@ class ClusterExecutor:
         else:
             if not task.is_shown:  # Ray's message about the beginning can come after the result
                 task.show(self._progress, body["node"])
-            task.answer.set_result(Compiled.from_plain(body["result"]))
+            task.answer.set_result(from_plain(Compiled, body["result"]))
 
     def _give_up(self, task: _Task, reason: str, losses: tuple[Loss, ...]) -> None:
         hints = {

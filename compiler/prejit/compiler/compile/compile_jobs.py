@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prejit.compiler.native.kernel_library import KernelLibrary
@@ -20,8 +19,7 @@ from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.build_host import host_cpu, host_features
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.errors import RejectError
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.format.bundle_schema import Memory, Segment
 from prejit.runtime.machine.fingerprint import effective_environment
 
@@ -82,15 +80,6 @@ class Compiled:
     cpu_milliseconds: int
     peak_bytes: int
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the result as JSON."""
-        return dict[str, Any](json.loads(to_json(self)))
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Compiled:
-        """Return a result from its JSON: the inverse of `to_plain`."""
-        return from_json(cls, to_json(plain), "build cache")
-
 
 _FLAGS_THAT_PRINT = ("--xla_dump", "--xla_backtrace", "--xla_vlog", "--xla_gpu_dump_autotune")
 """Prefixes of flags with which XLA writes files or logs beside the same executable."""
@@ -146,8 +135,8 @@ def find_compiled(store: Store, key: Key) -> Compiled | None:
 
 def as_compiled(stored: Mapping[str, Any] | None) -> Compiled | None:
     """Return a result of a store; None: there is none, or another version of prejit wrote other fields."""
-    with suppress(RejectError):
-        return None if stored is None else Compiled.from_plain(stored)
+    with suppress(ValueError):
+        return None if stored is None else from_plain(Compiled, stored)
     return None
 
 
@@ -179,5 +168,5 @@ def compile_once(
             return stored, False
         compiled = compile_job(job)
         if compiled is not None:
-            store.put(job.key, compiled.to_plain(), blobs=[compiled.executable.digest])
+            store.put(job.key, asdict(compiled), blobs=[compiled.executable.digest])
         return compiled, True

@@ -1,6 +1,7 @@
 """The executor of a cluster, with a cluster that does what a test says: no job waits for ever."""
 
 import io
+import json
 import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
@@ -32,7 +34,7 @@ def compiled_by(store, order):
     digest = store.put_blob(content)
     segment = Segment(0, len(content), digest, len(content), digest)
     compiled = Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5, 5, 1 << 20)
-    return Ended(order.attempt, body={"result": compiled.to_plain(), "node": "node7"})
+    return Ended(order.attempt, body={"result": json.loads(to_json(compiled)), "node": "node7"})
 
 
 class FakeCluster:

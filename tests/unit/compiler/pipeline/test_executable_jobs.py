@@ -1,7 +1,7 @@
 """A plan says of each executable what a build does, and jobs reach the executor once."""
 
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -92,7 +92,7 @@ def begin_build(directory, store):
         frame = store.put_blob(job.key.digest.encode())
         segment = Segment(0, 71, frame, 71, frame)
         result = Compiled(segment, (), Memory(0, 0, 0, 0), 1, 1, 1)
-        store.put(job.key, result.to_plain(), blobs=[frame])
+        store.put(job.key, asdict(result), blobs=[frame])
         future.set_result(result)
     found = [each for each in begun.submitted if each.job.key.digest not in compiled]
     taken = {(each.spec.name, each.job.target.name) for each in found}

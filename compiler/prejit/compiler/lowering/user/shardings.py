@@ -135,7 +135,7 @@ def jitted_split(options: Any, names: Sequence[str | int], where: str) -> tuple[
         leaves = getattr(options, f"{side}_shardings_leaves")
         for path, sharding in jax.tree.leaves_with_path(jax.tree.unflatten(tree, leaves)):
             if type(sharding).__name__ != "UnspecifiedValue":
-                steps = [str(_step(key)) for key in path]
+                steps = [jax.tree_util.keystr((key,), simple=True) for key in path]
                 for first in _first(side, steps, names):
                     found[".".join((first, *steps[side == "in" :]))] = sharding
     split = {place: _axes(sharding, f"{where}: {place}") for place, sharding in found.items()}
@@ -159,10 +159,6 @@ def _first(side: str, steps: Sequence[str], names: Sequence[str | int]) -> Itera
         yield "result"
     else:
         yield from map(str, names if not steps else [names[int(steps[0])]])
-
-
-def _step(key: Any) -> Any:
-    return next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name))
 
 
 def _axes(sharding: Any, where: str) -> tuple[str, ...]:
