@@ -1,10 +1,10 @@
 """A build, from the manifest to the bundle on disk: a line of values.
 
-    manifest -> plan        programs x targets, and what the store has     plan, reuse
-             -> lowered     programs and functions as StableHLO            lower
+    manifest -> plan        programs x targets, and what the store has     plan, stored_traces
+             -> lowered     programs and functions as StableHLO            lower.program_submission
              -> compiled    executables, made in worker processes          executable_jobs
              -> packed      tables, layers and index                       pack.contents
-             -> written     the OCI image layout, with its descriptions    bundle_writing, bundle_descriptions
+             -> written     the OCI image layout, with its descriptions    pack.bundle_writing
 
 `begin` goes from the manifest to programs that are being compiled, `finish` from there to the bundle.
 Workers compile a program while the next one is lowered and while weights are packed. `build_all` does this
