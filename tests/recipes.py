@@ -65,10 +65,12 @@ class Recipe:
 
     def write_described(self, path):
         """Writes the bundle as a build does, with list of parts and provenance."""
-        from prejit.compiler.pipeline.layout_writing import write_layout
-        from prejit.compiler.pipeline.pack.attaching import attach_descriptions
+        from prejit.compiler.pipeline.pack.bundle_descriptions import (
+            attach_descriptions,
+            recording_provenance,
+        )
         from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS, assemble
-        from prejit.compiler.pipeline.pack.provenance import recording_provenance
+        from prejit.compiler.pipeline.pack.bundle_writing import write_layout
         from prejit.runtime.base.files import digest_of
 
         index, blobs = assemble(self.name, self.targets, DESCRIPTIONS)

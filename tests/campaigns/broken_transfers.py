@@ -35,7 +35,7 @@ WAYS = {
 
 def make_version(golden, path, seed):
     """Make a version of the bundle from a golden one. All have the same weights and other programs."""
-    from prejit.compiler.pipeline.layout_writing import Part, attach
+    from prejit.compiler.pipeline.pack.bundle_writing import Part, attach
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         PARTS_MEDIA_TYPE,

@@ -19,8 +19,8 @@ import zstandard
 from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.garbage import collect
-from prejit.compiler.pipeline.layout_writing import Part, attach, write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach, write_layout
 from prejit.compiler.recording.jax_cache_packing import RecordedFile, RecordedTarget, packed
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore

@@ -12,7 +12,7 @@ from tests.layouts import subject_of
 from tests.processes import ran
 from tests.waiting import wait_for
 
-from prejit.compiler.pipeline.layout_writing import Part, attach
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach
 from prejit.runtime.__main__ import main
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE

@@ -129,7 +129,7 @@ import sys, dataclasses
 from pathlib import Path
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording.jax_cache_packing import packed, read_targets
-from prejit.compiler.pipeline.layout_writing import write_layout
+from prejit.compiler.pipeline.pack.bundle_writing import write_layout
 [target] = read_targets(Path(sys.argv[1]))
 old = dataclasses.replace(target.requirement, jaxlib="0.0.1")
 def aged(file):

@@ -20,7 +20,7 @@ import prejit.compiler
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding.build_record import read_recorded
 from prejit.compiler.rebuilding.rebuilt import rebuild
-from prejit.compiler.signing.adapter_signing import sign_adapter
+from prejit.compiler.signing.bundle_signing import sign_adapter
 from prejit.runtime import load
 from prejit.runtime.errors import (
     BuildError,

@@ -12,7 +12,7 @@ from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
 from prejit.compiler.checkpoint.tensor_files import tensors
 from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.quantization_settings import read_quantization
-from prejit.compiler.pipeline.pack.few_bits import few_bits
+from prejit.compiler.pipeline.pack.weights_layer import few_bits
 
 from .few_bits_cases import REFERENCE, STEPS, cases
 from .test_parity import TOLERANCE, Model

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from prejit.compiler.manifest.reading import read_manifest
     from prejit.compiler.pipeline.build_interface import Built
-    from prejit.compiler.pipeline.planned_executables import PlannedExecutable
+    from prejit.compiler.pipeline.executable_jobs import PlannedExecutable
     from prejit.compiler.targets.target_classes import GpuTable
     from prejit.compiler.targets.target_table import TargetTable
     from prejit.runtime.errors import BuildError, CheckpointError, ManifestError, NetworkError
@@ -43,7 +43,7 @@ _HOMES = {
         "ProgramCheck",
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
-    "prejit.compiler.pipeline.planned_executables": ("PlannedExecutable",),
+    "prejit.compiler.pipeline.executable_jobs": ("PlannedExecutable",),
     "prejit.compiler.pipeline.build_interface": ("Built",),
     "prejit.compiler.targets.target_classes": ("GpuTable",),
     "prejit.compiler.targets.target_table": ("TargetTable",),

@@ -20,9 +20,9 @@ from prejit.compiler.manifest.valid_values import expected
 from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed
 from prejit.compiler.pipeline.build_run import build_all as run_all
 from prejit.compiler.pipeline.build_run import only_built
+from prejit.compiler.pipeline.executable_jobs import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.lower.model_checks import check_planned
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
-from prejit.compiler.pipeline.planned_executables import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.reporting.report_files import report_build
@@ -134,7 +134,7 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
     mesh, split = None, dict[str, tuple[str, ...]]()
     if jitted is not None:
         # It imports jax, which a build of a manifest may not need.
-        from prejit.compiler.lowering.user.jitted_options import jitted_split
+        from prejit.compiler.lowering.user.shardings import jitted_split
 
         mesh, split = jitted_split(jitted.options, names, f"program {name!r}")
     return Program(

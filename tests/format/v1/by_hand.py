@@ -22,7 +22,6 @@ import zstandard
 from blake3 import blake3
 from jax import export
 
-from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import (
     PackedTarget,
     PackedTensor,
@@ -31,6 +30,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     layer,
     write_weights,
 )
+from prejit.compiler.pipeline.pack.bundle_writing import write_layout
 from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load

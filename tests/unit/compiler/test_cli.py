@@ -7,7 +7,7 @@ import pytest
 from tests.layouts import index_of
 
 from prejit.compiler.cli.build_commands import PLAN_HAS_CHANGES
-from prejit.compiler.pipeline import plan
+from prejit.compiler.pipeline import plan, target_tools
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import ManifestError, PrejitError, UsageError
 
@@ -30,7 +30,8 @@ def manifest(tmp_path, monkeypatch):
     def can_build(wanted):
         return "it lacks avx512f" if wanted.name == "cpu-x86-64-v4" else None
 
-    monkeypatch.setattr(plan, "can_build", can_build)
+    for module in (plan, target_tools):
+        monkeypatch.setattr(module, "can_build", can_build)
     path = tmp_path / "tiny.toml"
     path.write_text(MANIFEST.replace("math:floor", "jax.numpy:floor"))
     return path

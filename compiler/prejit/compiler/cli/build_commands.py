@@ -19,7 +19,7 @@ from prejit.runtime.cli.output import print_json
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
     from prejit.compiler.pipeline.build_interface import Built, Failed
-    from prejit.compiler.pipeline.planned_executables import PlannedExecutable
+    from prejit.compiler.pipeline.executable_jobs import PlannedExecutable
     from prejit.compiler.rebuilding.compared_parts import ComparedPart
     from prejit.compiler.rebuilding.rebuilt import Rebuilt
     from prejit.runtime.errors import PrejitError
@@ -285,7 +285,7 @@ def _print_built(result: Built, seconds: float) -> None:
 
 def _buildable(manifest: Manifest, only: tuple[str, ...]) -> tuple[str, ...]:
     """Return the targets that this machine can compile for, and print the others."""
-    from prejit.compiler.pipeline.plan import why_not
+    from prejit.compiler.pipeline.target_tools import why_not
     from prejit.compiler.progress import tell
     from prejit.compiler.targets.target_table import chosen
 
@@ -326,7 +326,7 @@ def plan(
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.api import plan as plan_manifest
     from prejit.compiler.base.suggestions import counted
-    from prejit.compiler.pipeline.planned_executables import CACHED, COMPILE, TRACED
+    from prejit.compiler.pipeline.executable_jobs import CACHED, COMPILE, TRACED
 
     executables = plan_manifest(manifest, targets=targets, cache=cache, shared=shared, forms=forms)
     counts = {
@@ -365,7 +365,7 @@ def plan(
 
 def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     """Print one row for each program, one column for each target; reasons below, once each."""
-    from prejit.compiler.pipeline.planned_executables import reasons
+    from prejit.compiler.pipeline.executable_jobs import reasons
     from prejit.compiler.store.directory_store import LOCAL
     from prejit.runtime.base.wording import aligned
 

@@ -51,7 +51,7 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     stays the same. An adapter gets adapter.sig beside its files.
     """
     from prejit.compiler.progress import tell
-    from prejit.compiler.signing.adapter_signing import is_adapter, sign_adapter
+    from prejit.compiler.signing.bundle_signing import is_adapter, sign_adapter
     from prejit.compiler.signing.bundle_signing import sign as sign_bundle
     from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
     from prejit.compiler.signing.private_key import read_private_key

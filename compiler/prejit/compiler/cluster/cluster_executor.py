@@ -33,17 +33,17 @@ from prejit.compiler.cluster.node import (
     own_cpu,
     send,
 )
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, compile_once, find_compiled
 from prejit.compiler.compile.executor import give_error, give_result, need_of, pass_on
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
-from prejit.compiler.compile.stored_executables import compile_once, find_compiled
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets import environments
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.machine.fingerprint import read_xla_flags
 
@@ -354,7 +354,7 @@ class ClusterExecutor:
         else:
             if not task.is_shown:  # Ray's message about the beginning can come after the result
                 task.show(self._progress, body["node"])
-            task.answer.set_result(Compiled.from_plain(body["result"]))
+            task.answer.set_result(from_plain(Compiled, body["result"]))
 
     def _give_up(self, task: _Task, reason: str, losses: tuple[Loss, ...]) -> None:
         hints = {

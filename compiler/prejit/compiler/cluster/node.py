@@ -7,6 +7,7 @@ there if it has the right version, and else from a pinned environment, which the
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -31,6 +32,7 @@ from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain, toolchain_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 _COUNTED = ("CUBLAS_", "JAX_", "LIBTPU_", "NVIDIA_TF32", "TF_", "XLA_")
@@ -157,7 +159,7 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
         return {"killed": str(error)}
     except PrejitError as error:
         return {"error": plain_error(error)}
-    return {"result": compiled.to_plain(), "node": _name()}
+    return {"result": json.loads(to_json(compiled)), "node": _name()}
 
 
 @cache

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prejit.compiler.compile.stablehlo_contents import Operations, operations
-from prejit.compiler.compile.worker.code_summary import CodeSummary, summarize
+from prejit.compiler.compile.worker.disassembly import CodeSummary, summarize
 from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
 from prejit.runtime.format.layout import Layout

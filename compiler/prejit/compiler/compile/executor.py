@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, as_compiled
 from prejit.compiler.compile.schedule import Need
-from prejit.compiler.compile.stored_executables import as_compiled
 from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, compile_once, find_compiled
 from prejit.compiler.compile.executor import give_error, give_result, need_of, size_need
 from prejit.compiler.compile.schedule import Need
-from prejit.compiler.compile.stored_executables import compile_once, find_compiled
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerKilledError, WorkerProcess
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.store_interface import Store

@@ -13,6 +13,7 @@ from prejit.compiler.native.products import Product
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.child_process import Child, ending
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError, PrejitError
 
 JOB_SECONDS = 3600.0
@@ -82,7 +83,7 @@ class WorkerProcess:
             "machine": toolchain.machine(source.platforms),
             "cpus": toolchain.cpus,
         }
-        return Compiled.from_plain(self._ask(request, seconds))
+        return from_plain(Compiled, self._ask(request, seconds))
 
     def measure(
         self,

@@ -9,9 +9,9 @@ from pathlib import Path
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.pack.few_bits import FewBits
+from prejit.compiler.pipeline.executable_jobs import Jobs
+from prejit.compiler.pipeline.pack.weights_layer import FewBits
 from prejit.compiler.pipeline.shards import Packing, Shard
-from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError

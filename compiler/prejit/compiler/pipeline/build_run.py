@@ -1,10 +1,10 @@
 """A build, from the manifest to the bundle on disk: a line of values.
 
-    manifest -> plan        programs x targets, and what the store has     plan, reuse
-             -> lowered     programs and functions as StableHLO            lower
-             -> compiled    executables, made in worker processes          submitted_jobs
+    manifest -> plan        programs x targets, and what the store has     plan, stored_traces
+             -> lowered     programs and functions as StableHLO            lower.program_submission
+             -> compiled    executables, made in worker processes          executable_jobs
              -> packed      tables, layers and index                       pack.contents
-             -> written     the OCI image layout, with its descriptions    pack.bundle_writing, pack.attaching
+             -> written     the OCI image layout, with its descriptions    pack.bundle_writing
 
 `begin` goes from the manifest to programs that are being compiled, `finish` from there to the bundle.
 Workers compile a program while the next one is lowered and while weights are packed. `build_all` does this
@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.compile.compile_jobs import Compiled
-from prejit.compiler.compile.gpu_convolutions import has_plain_convolutions
+from prejit.compiler.compile.stablehlo_contents import has_plain_convolutions
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.build_interface import (
     BuildOptions,
@@ -35,40 +35,37 @@ from prejit.compiler.pipeline.build_interface import (
     Failed,
     Services,
 )
-from prejit.compiler.pipeline.lower.crew import open_crew
-from prejit.compiler.pipeline.lower.model_checks import check
-from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
-from prejit.compiler.pipeline.lower.program_submission import Submitting
-from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.measure.accuracy import choose_bits, measure_accuracy, round_by_text
-from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
-from prejit.compiler.pipeline.measure.measured_speed import measure_costs
-from prejit.compiler.pipeline.measure.other_sizes import check_sizes
-from prejit.compiler.pipeline.measure.reference_checks import with_checked_answers
-from prejit.compiler.pipeline.pack.attaching import attach_descriptions
-from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
-from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
-from prejit.compiler.pipeline.pack.compatibility import readable_until
-from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
-from prejit.compiler.pipeline.pack.model_layers import WeightsLayer, pack_weights, read_layers
-from prejit.compiler.pipeline.pack.provenance import build_provenance
-from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
-from prejit.compiler.pipeline.planned_executables import TargetTools
-from prejit.compiler.pipeline.published_files import Published, find_published
-from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.pipeline.shards import Packing, Turn
-from prejit.compiler.pipeline.submitted_jobs import (
+from prejit.compiler.pipeline.executable_jobs import (
     CompiledTarget,
     Jobs,
     Submitted,
     compiled_targets,
 )
+from prejit.compiler.pipeline.lower.crew import open_crew
+from prejit.compiler.pipeline.lower.model_checks import check
+from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
+from prejit.compiler.pipeline.lower.program_submission import Submitting
+from prejit.compiler.pipeline.lower.trace_keeping import read_own, remember
+from prejit.compiler.pipeline.measure.accuracy import choose_bits, measure_accuracy, round_by_text
+from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
+from prejit.compiler.pipeline.measure.measured_speed import measure_costs
+from prejit.compiler.pipeline.measure.other_sizes import check_sizes
+from prejit.compiler.pipeline.measure.reference_checks import with_checked_answers
+from prejit.compiler.pipeline.pack.bundle_descriptions import attach_descriptions, build_provenance
+from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
+from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
+from prejit.compiler.pipeline.pack.compatibility import readable_until
+from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
+from prejit.compiler.pipeline.pack.model_layers import read_layers
+from prejit.compiler.pipeline.pack.weights_layer import RoundedByText, WeightsLayer, pack_weights
+from prejit.compiler.pipeline.plan import Lowered, PlanOptions, plan_build
+from prejit.compiler.pipeline.published_files import Published, find_published
+from prejit.compiler.pipeline.result_keys import versions
+from prejit.compiler.pipeline.shards import Packing, Turn
+from prejit.compiler.pipeline.target_tools import TargetTools, make_toolchain
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store
-from prejit.compiler.targets.environments import spec_for
-from prejit.compiler.targets.installing import make_environment
-from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
@@ -188,12 +185,45 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     """Plan a build, submit its programs, and pack its weights while they are compiled."""
     store, progress, name = service.store, service.progress, manifest.bundle.name
     check_place(name, service.output)
-    directory, draft = _fetch(manifest), _fetch(manifest.of_draft)
+    space, options, published, rounded = _planned(manifest, only, service)
+    crew = open_crew(space.plan, options, service.executor, store, progress)
+    with crew or nullcontext():  # its processes read the model meanwhile
+        check(space, None if published is None else published.checkpoint)
+        space = read_own(space)
+        # After the model: to try a tokenizer may take half a minute.
+        layers = tuple(read_layers(space))
+        toolchains = [make_toolchain(target, progress) for target in space.plan.targets]
+        _note_cpus(toolchains, progress)
+        _note_expiry(name, progress)
+        submitting = Submitting(space, crew, service)
+        submitting.run(toolchains)
+    space = submitting.space
+    submitted = [each for p in space.plan.programs for each in submitting.found[p.spec.name]]
+    user = space.parameters()
+    lowered = {each.spec.name: each.lowered for each in submitted}
+    remember(submitting.untraced, lowered, user)
+    rounding = partial(round_by_text, earlier=rounded)
+    weights = cache(partial(pack_weights, space, published, user, rounding))
+    if service.shard is None:
+        packed = weights()  # while workers compile
+        weights = cache(lambda: packed)
+    check_sizes(space, lowered, user, weights, service.timeout_seconds)
+    packing = service.packings.get(name)
+    return Begun(space, published, submitting.tools, submitted, weights, layers, packing)
+
+
+def _planned(
+    manifest: Manifest, only: tuple[str, ...], service: Services
+) -> tuple[Workspace, PlanOptions, Published | None, RoundedByText | None]:
+    """Return the plan of a build, with which other processes plan too, and the files of its checkpoint.
+
+    The last is what deciding the dtypes of an encoder's matrices rounded already; None: nothing.
+    """
+    store, progress = service.store, service.progress
+    paths = (service.forms, _fetch(manifest), _fetch(manifest.of_draft))
+    forms, directory, draft = (None if path is None else str(path) for path in paths)
     _note_reads(manifest, progress)
-    forms, fetched, drafts = (
-        None if path is None else str(path) for path in (service.forms, directory, draft)
-    )
-    options = PlanOptions(only, forms, fetched, drafts, service.retrace)
+    options = PlanOptions(only, forms, directory, draft, service.retrace)
     plan = plan_build(manifest, store, options)
     published, rounded = find_published(manifest, plan.model, plan.draft), None
     if published is not None and plan.model is not None and plan.model.chosen is None:
@@ -204,35 +234,7 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
         plan = plan_build(manifest, store, options)
     elif plan.model is not None:
         options = replace(options, bits=plan.model.chosen)  # so that no process hashes files for it
-    space = Workspace.of(plan, store, progress)
-    crew = open_crew(plan, options, service.executor, store, progress)
-    with nullcontext() if crew is None else crew:
-        checked = None if crew is None else crew.check()
-        if checked is None:
-            check(space, None if published is None else published.checkpoint)
-        elif plan.own is None:
-            space = space.with_plan(replace(plan, own=checked.own))
-        known = None if checked is None else checked.vocab_size
-        # After the model: to try a tokenizer may take half a minute.
-        layers = tuple(read_layers(space, lambda: known or space.vocab_size()))
-        toolchains = [make_toolchain(target, progress) for target in plan.targets]
-        _note_cpus(toolchains, progress)
-        _note_expiry(name, progress)
-        submitting = Submitting(space, None if checked is None else crew, service)
-        submitting.run(toolchains)
-    space = submitting.space
-    submitted = [each for p in space.plan.programs for each in submitting.found[p.spec.name]]
-    user = space.parameters()
-    lowered = {each.spec.name: each.lowered for each in submitted}
-    remember(submitting.untraced, lowered, user, space.plan.own)
-    rounding = partial(round_by_text, earlier=rounded)
-    weights = cache(partial(pack_weights, space, published, user, rounding))
-    if service.shard is None:
-        packed = weights()  # while workers compile
-        weights = cache(lambda: packed)
-    check_sizes(space, lowered, user, weights, service.timeout_seconds)
-    packing = service.packings.get(name)
-    return Begun(space, published, submitting.tools, submitted, weights, layers, packing)
+    return Workspace.of(plan, store, progress), options, published, rounded
 
 
 def finish(
@@ -357,17 +359,6 @@ def _note_reads(manifest: Manifest, progress: Progress) -> None:
         for pattern in () if section is None else section.reads:
             if next(iglob(pattern, root_dir=manifest.directory, recursive=True), None) is None:
                 progress.note(f"{manifest.where}: reads: {pattern!r} matches no file")
-
-
-def make_toolchain(target: Target, progress: Progress) -> Toolchain:
-    """Return what compiles for a target; its environment is made first if it is not there."""
-    if (found := find_toolchain(target)) is None:
-        spec = spec_for(target, versions("jax")["jax"])
-        assert spec is not None
-        make_environment(spec, progress)
-        found = find_toolchain(target)
-        assert found is not None
-    return found
 
 
 def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:

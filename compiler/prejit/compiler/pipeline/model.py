@@ -22,6 +22,7 @@ from prejit.compiler.checkpoint.checkpoint import (
 )
 from prejit.compiler.checkpoint.tensor_files import Reading, unwatched
 from prejit.compiler.manifest.manifest import Encode, Manifest
+from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.image_processing import processing_files, sight_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
@@ -32,6 +33,9 @@ from prejit.runtime.machine.kept_files import Receipts
 
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.row_adapters import AdapterStacks
+
+_WITHOUT_KERNELS = ("copy", "draft-copy", "call")
+"""The kinds of programs that call no kernels."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,11 @@ class ModelSource:
 def uses_kernels(manifest: Manifest) -> bool:
     """Return whether programs may call kernels: those of a model on one device."""
     return manifest.model is not None and manifest.mesh is None
+
+
+def calls_kernels(manifest: Manifest, spec: ProgramSpec) -> bool:
+    """Return whether a program has products or norms that kernels may compute."""
+    return uses_kernels(manifest) and spec.kind not in _WITHOUT_KERNELS
 
 
 def stores_out_in(manifest: Manifest, targets: tuple[Target, ...]) -> bool:

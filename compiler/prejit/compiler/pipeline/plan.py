@@ -12,28 +12,24 @@ Two steps make an executable, and the store keeps the result of each under a key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from prejit.compiler.checkpoint.model_source import find_source
-from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs, undrafted
 from prejit.compiler.native.form_table import (
-    FormChoice,
     FormTable,
     KnownForms,
-    conditions_of,
     own_path,
     read_own,
     read_recorded,
     read_table,
 )
-from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.libraries import ReadLibrary, handlers_of, read_libraries
 from prejit.compiler.pipeline.model import (
@@ -41,10 +37,9 @@ from prejit.compiler.pipeline.model import (
     chooses_bits,
     find_model,
     stores_out_in,
-    uses_kernels,
 )
 from prejit.compiler.pipeline.published_files import Published, ResultOfFiles, find_published
-from prejit.compiler.pipeline.result_keys import bits_key, lower_key, own_lower_key, versions
+from prejit.compiler.pipeline.result_keys import bits_key, lower_key, own_lower_key
 from prejit.compiler.pipeline.stored_traces import (
     MODEL,
     Known,
@@ -54,19 +49,13 @@ from prejit.compiler.pipeline.stored_traces import (
 )
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
-from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
-from prejit.compiler.targets.installing import obstacle
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import chosen
-from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Images, Segment
 from prejit.runtime.format.names import DRAFT
-
-_WITHOUT_KERNELS = ("copy", "draft-copy", "call")
-"""The kinds of programs that call no kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +136,6 @@ class Native:
     program: str
     products: tuple[tuple[Product, str], ...]
     calls: bool
-
-
-@dataclass(frozen=True)
-class TargetKernels:
-    """The kernels of a target, and what returns the form that each product takes beside them."""
-
-    library: KernelLibrary
-    choose: Callable[[Product], FormChoice]
 
 
 @dataclass(frozen=True)
@@ -385,60 +366,3 @@ def find_native(key: Key, store: Store) -> Native | None:
         return None
     products = ((Product(**product), form) for product, form in result["products"])
     return Native(result["program"], tuple(products), result["calls"])
-
-
-def find_toolchain(target: Target) -> Toolchain | None:
-    """Return what compiles for a target; None: its environment has to be made first."""
-    spec = environments.spec_for(target, versions("jax")["jax"])
-    if spec is None:
-        found = host_toolchain(target, versions("jax", "jaxlib"))
-    elif (environment := environments.find(spec)) is not None:
-        found = toolchain_of(target, environment)
-    else:
-        return None
-    return replace(found, tuned=read_tuning(target))
-
-
-def why_not(target: Target) -> str | None:
-    """Return why this machine cannot compile for a target; None: it can, once packages are fetched."""
-    if reason := can_build(target):
-        return reason
-    spec = environments.spec_for(target, versions("jax")["jax"])
-    error = None if spec is None else obstacle(spec)
-    return None if error is None else f"{error} ({error.hint})"
-
-
-def kernels_of(library: KernelLibrary, toolchain: Toolchain, forms: KnownForms) -> TargetKernels:
-    """Return the kernels of a target with the choice of forms beside them."""
-    conditions = conditions_of(toolchain, library)
-    return TargetKernels(library, cache(partial(forms.choice, conditions=conditions)))
-
-
-def calls_kernels(manifest: Manifest, spec: ProgramSpec) -> bool:
-    """Return whether a program has products or norms that kernels may compute."""
-    return uses_kernels(manifest) and spec.kind not in _WITHOUT_KERNELS
-
-
-def choose_source(
-    manifest: Manifest,
-    spec: ProgramSpec,
-    lowered: Lowered,
-    kernels: TargetKernels | None,
-    native: Callable[[Mapping[Product, str]], Native],
-) -> Source:
-    """Return what a program is compiled from for a target: with kernels, if it has a use for them.
-
-    `native` returns the program with kernels, with other forms for the given products.
-    """
-    portable = Source(lowered.portable.raw_digest, lowered.platforms)
-    if kernels is None or not calls_kernels(manifest, spec):
-        return portable
-    program = native({})
-    if not program.calls:
-        return portable
-    choices = map(kernels.choose, (product for product, _ in program.products))
-    # The last form of a product is the kernel, if it has one.
-    differing = {c.product: c.form for c in choices if c.form != c.product.forms[-1]}
-    if differing:
-        program = native(differing)
-    return Source(program.program, ("cpu",), kernels.library)

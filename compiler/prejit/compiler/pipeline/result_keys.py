@@ -28,8 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from prejit.compiler.compile.compile_jobs import Source
-from prejit.compiler.compile.executable_keys import executable_key
 from prejit.compiler.lowering.user.trace_inputs import version_of
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
@@ -59,7 +57,6 @@ from prejit.compiler.store.prejit_code import (
     WEIGHTS,
     code_digest,
 )
-from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.names import ADAPTED
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -123,12 +120,6 @@ def native_key(lowered: Key, forms: Mapping[Product, str]) -> Key:
     """Return the key of a program with kernels, from its portable key and the forms without a kernel."""
     differing = ((f"form of {product}", form) for product, form in sorted(forms.items()))
     return Key("native", lowered.name, (*lowered.ingredients, *differing))
-
-
-def compile_key(manifest: Manifest, spec: ProgramSpec, toolchain: Toolchain, source: Source) -> Key:
-    """Return the key of an executable."""
-    name = f"{manifest.bundle.name}/{toolchain.target.name}/{spec.name}"
-    return executable_key(name, toolchain, source)
 
 
 def weights_key(

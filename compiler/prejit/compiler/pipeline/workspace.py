@@ -187,17 +187,16 @@ def read_params(
             raise CheckpointError(f"{where}: {error}", hint=hint) from error
     import jax
 
-    from prejit.compiler.lowering.user.flat_arrays import NO_RANDOM_STATE
+    from prejit.compiler.lowering.user.flat_arrays import (
+        NO_RANDOM_STATE,
+        check_different,
+        dotted,
+    )
     from prejit.runtime.device.jax_arrays import is_key
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    names = _names_in_nnx(params) or [".".join(map(_step, path)) or "params" for path, _ in leaves]
-    for name in names:
-        if names.count(name) > 1:
-            raise ManifestError(
-                f"{where}: expected different names of leaves, found {name!r} twice",
-                hint="names are joined by dots: a key must not contain one",
-            )
+    names = _names_in_nnx(params) or [dotted(path) or "params" for path, _ in leaves]
+    check_different(names, where, "leaves")
     values = {}
     for name, (_, leaf) in zip(names, leaves, strict=True):
         if hasattr(leaf, "dtype") and is_key(leaf):
@@ -232,11 +231,6 @@ def _names_in_nnx(params: Any) -> list[str]:
     from prejit.compiler.models.parameters import names_of
 
     return names_of(params) if isinstance(params, nnx.State) else []
-
-
-def _step(key: Any) -> str:
-    """Return one step of the path to a leaf of a pytree: a key, an index or the name of a field."""
-    return next(str(getattr(key, at)) for at in ("key", "idx", "name") if hasattr(key, at))
 
 
 def values_of(code: UserCode, section: str) -> Mapping[str, np.ndarray[Any, Any]]:

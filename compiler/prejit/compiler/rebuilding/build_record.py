@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.pack.provenance import BASE, BUILD_TYPE, KERNEL_SOURCE, RECORDING_TYPE
+from prejit.compiler.pipeline.pack.bundle_descriptions import (
+    BASE,
+    BUILD_TYPE,
+    KERNEL_SOURCE,
+    RECORDING_TYPE,
+)
 from prejit.compiler.pipeline.pack.user_sources import SourceContent
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.blobs import read_whole

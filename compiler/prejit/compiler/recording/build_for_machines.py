@@ -12,15 +12,19 @@ from pathlib import Path
 
 import zstandard
 
-from prejit.compiler.compile.compile_jobs import CANNOT_COMPILE, Compiled, CompileJob, Source
-from prejit.compiler.compile.executable_keys import executable_key
+from prejit.compiler.compile.compile_jobs import (
+    CANNOT_COMPILE,
+    Compiled,
+    CompileJob,
+    Source,
+    executable_key,
+)
 from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
 from prejit.compiler.compile.worker_process import JOB_SECONDS
-from prejit.compiler.pipeline.build_run import make_toolchain
-from prejit.compiler.pipeline.plan import why_not
 from prejit.compiler.pipeline.result_keys import versions
+from prejit.compiler.pipeline.target_tools import make_toolchain, why_not
 from prejit.compiler.progress import Progress, open_progress
 from prejit.compiler.recording.jax_cache_packing import (
     RecordedFile,

@@ -14,8 +14,10 @@ from pathlib import Path
 import zstandard
 
 from prejit.compiler.compile.worker.lean_executable import lean
-from prejit.compiler.pipeline.layout_writing import write_layout
-from prejit.compiler.pipeline.pack.attaching import attach_descriptions
+from prejit.compiler.pipeline.pack.bundle_descriptions import (
+    attach_descriptions,
+    recording_provenance,
+)
 from prejit.compiler.pipeline.pack.bundle_files import (
     DESCRIPTIONS,
     PackedTarget,
@@ -23,7 +25,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     check_readable,
     layer,
 )
-from prejit.compiler.pipeline.pack.provenance import recording_provenance
+from prejit.compiler.pipeline.pack.bundle_writing import write_layout
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.recording.hook.jax_lowerings import ENDING
 from prejit.compiler.recording.lowered_layer import lowered_layer, read_lowered

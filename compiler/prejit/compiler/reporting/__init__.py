@@ -2,6 +2,6 @@
 
     Progress.steps + Built + the bundle's program tables -> BuildReport -> NAME.report.json, NAME.report.html
 
-`build_report` makes the values without reading files and compares two of them, `time_line` finds lanes and
-the critical path, `build_page` draws, and `report_files` reads the bundle and writes. Imports `pipeline`.
+`build_report` makes the values without reading files, finds lanes and the critical path, and compares two
+reports; `build_page` draws, and `report_files` reads the bundle and writes. Imports `pipeline`.
 """

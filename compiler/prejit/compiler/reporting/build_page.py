@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prejit.compiler.pages import render
-from prejit.compiler.reporting.build_report import COMPILED, BuildReport
-from prejit.compiler.reporting.time_line import BETWEEN, Placed
+from prejit.compiler.reporting.build_report import BETWEEN, COMPILED, BuildReport, Placed
 from prejit.runtime.base.wording import size
 from prejit.runtime.cli.inspect_tables import accuracy_table
 

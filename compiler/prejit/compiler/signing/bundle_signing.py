@@ -1,4 +1,7 @@
-"""Sign a bundle: its index and each target's manifest for cosign, all its files for the OpenSSF."""
+"""Sign a bundle: its index and each target's manifest for cosign, all its files for the OpenSSF.
+
+An adapter of PEFT is signed by its digest, and trust policies then let a bundle load it beside its weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.compiler.base.statement_writing import encode_statement
-from prejit.compiler.pipeline.layout_writing import Part, attach, remove_abandoned
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach, remove_abandoned
 from prejit.runtime.base.files import digest_of, is_digest, store_errors
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
@@ -32,6 +35,8 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.generation.options import check_generation
+from prejit.runtime.lora.peft_config import CONFIG, SIGNATURES
+from prejit.runtime.lora.peft_files import adapter_digest
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (
     BUNDLE_ANNOTATION,
@@ -269,3 +274,32 @@ def signature_statements(index: str, manifests: Iterable[tuple[str, str]]) -> di
         subject = SignedSubject(digest, name, {BUNDLE_ANNOTATION: index})
         signed[digest] = Statement(SIGNATURE_PREDICATE, (subject,))
     return signed
+
+
+class SignedAdapter(NamedTuple):
+    """The result of signing an adapter: its digest, and the file with its signatures."""
+
+    digest: str
+    signatures: Path
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory is an adapter, and no bundle."""
+    return (directory / CONFIG).is_file() and not (directory / "index.json").exists()
+
+
+def sign_adapter(directory: Path, signer: Signer) -> SignedAdapter:
+    """Add a signature to `adapter.sig` in an adapter's directory, unless the signer has signed it before.
+
+    Raises:
+        CheckpointError: a file of the adapter is missing.
+        NetworkError: a keyless signature could not be made.
+        StoreError: the file cannot be read or written.
+    """
+    digest, file = adapter_digest(directory), directory / SIGNATURES
+    payload = encode_statement(Statement(SIGNATURE_PREDICATE, (SignedSubject(digest, "adapter"),)))
+    with store_errors(file, "read"):
+        before = file.read_bytes().splitlines() if file.exists() else []
+    if not any(signer.signed(line) == payload for line in before):
+        write_file(file, b"\n".join([*before, signer.bundle(payload)]) + b"\n")
+    return SignedAdapter(digest, file)

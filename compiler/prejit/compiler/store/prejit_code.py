@@ -49,13 +49,13 @@ LOWERING = (
 """The code that lowers the programs of a model."""
 PACKING = (
     "prejit.compiler.pipeline.pack.bundle_files:write_weights",
-    "prejit.compiler.pipeline.pack.model_layers:_user_tensors",
+    "prejit.compiler.pipeline.pack.weights_layer:_user_tensors",
 )
 """The code that writes the file of a weights layer, with the parameters of functions of the user."""
 WEIGHTS = (
     "prejit.compiler.pipeline.model:open_weights",
     "prejit.compiler.pipeline.model:read_model",
-    "prejit.compiler.pipeline.pack.model_layers:_tensors",
+    "prejit.compiler.pipeline.pack.weights_layer:_tensors",
 )
 """The code that makes the tensors of a published model from its checkpoint."""
 INT4_TEXT = ("prejit.compiler.pipeline.measure.int4_inputs",)
@@ -63,7 +63,7 @@ INT4_TEXT = ("prejit.compiler.pipeline.measure.int4_inputs",)
 OWN_WEIGHTS = (
     "prejit.compiler.lowering.user.own_decoder:find_model",
     "prejit.compiler.models.own_decoder_narrowing",
-    "prejit.compiler.pipeline.pack.model_layers:_own_tensors",
+    "prejit.compiler.pipeline.pack.weights_layer:_own_tensors",
 )
 """The code that makes the tensors of a decoder of the user."""
 USER_FUNCTIONS = (

@@ -116,7 +116,7 @@ FILES = {
     **dict.fromkeys(("gate", "replay"), "release_commands"),
     **dict.fromkeys(("plan", "build", "rebuild"), "build_commands"),
     **dict.fromkeys(("check-model", "targets", "suggest", "schema"), "manifest_commands"),
-    **dict.fromkeys(("bench", "fleet", "diff", "wheel"), "bundle_commands"),
+    **dict.fromkeys(("bench", "fleet", "diff", "wheel", "rollout"), "bundle_commands"),
     **dict.fromkeys(("sign", "channel"), "signing_commands"),
 }
 """The modules that hold several commands."""

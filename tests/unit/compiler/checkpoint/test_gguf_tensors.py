@@ -18,7 +18,7 @@ from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.published_integers import kept_in_words
 from prejit.compiler.pipeline.model import find_model, open_weights, read_model
-from prejit.compiler.pipeline.pack.few_bits import few_bits
+from prejit.compiler.pipeline.pack.weights_layer import few_bits
 from prejit.runtime.errors import CheckpointError, ManifestError
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")

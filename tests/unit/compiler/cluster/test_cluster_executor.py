@@ -1,6 +1,7 @@
 """The executor of a cluster, with a cluster that does what a test says: no job waits for ever."""
 
 import io
+import json
 import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
@@ -12,15 +13,15 @@ from prejit.compiler.cluster import cluster_executor
 from prejit.compiler.cluster.cluster_executor import ClusterExecutor
 from prejit.compiler.cluster.connection import Ended, Size, check_address
 from prejit.compiler.cluster.node import bring, inputs_of, open_exchange, send
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, find_compiled
 from prejit.compiler.compile.schedule import Loss
-from prejit.compiler.compile.stored_executables import find_compiled
 from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
@@ -33,7 +34,7 @@ def compiled_by(store, order):
     digest = store.put_blob(content)
     segment = Segment(0, len(content), digest, len(content), digest)
     compiled = Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5, 5, 1 << 20)
-    return Ended(order.attempt, body={"result": compiled.to_plain(), "node": "node7"})
+    return Ended(order.attempt, body={"result": json.loads(to_json(compiled)), "node": "node7"})
 
 
 class FakeCluster:

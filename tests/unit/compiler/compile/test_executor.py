@@ -1,5 +1,7 @@
 """Jobs and results without a process: a job is compiled once, and its need is what it took last."""
 
+from dataclasses import asdict
+
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.executor import WORKER_BYTES, need_of, size_need
 from prejit.compiler.store.build_cache_key import Key
@@ -23,7 +25,7 @@ def test_a_program_needs_what_its_last_compile_took(tmp_path):
     segment = Segment(0, 10, digest, 10, digest)
     result = Compiled(segment, (), Memory(1, 2, 3, 4), 4000, 8000, 100 << 20)
     older = Key("compile", "f", (("program", "an older one"),))
-    store.put(older, result.to_plain(), blobs=[digest])
+    store.put(older, asdict(result), blobs=[digest])
     path = store.blob_path(digest)
     path.unlink()
     need = need_of(store, new)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,9 @@ from tests.recipes import export
 from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, find_compiled
 from prejit.compiler.compile.executor import collect, size_need
 from prejit.compiler.compile.pool import WorkerPool, default_workers
-from prejit.compiler.compile.stored_executables import find_compiled
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
 from prejit.compiler.store.build_cache_key import Key
@@ -400,7 +399,7 @@ def remember(place, program, seconds, peak_mb):
     """Puts a compile of an older version of a program into the cache."""
     digest, time_ms = place.cache.put_blob(b"executable"), round(1000 * seconds)
     segment, memory = Segment(0, 10, digest, 10, digest), Memory(1, 2, 3, 4)
-    found = Compiled(segment, (), memory, time_ms, time_ms, peak_mb << 20).to_plain()
+    found = asdict(Compiled(segment, (), memory, time_ms, time_ms, peak_mb << 20))
     key = Key("compile", f"{program}/cpu-host", (("portable", f"an older {program}"),))
     place.cache.put(key, found, blobs=[digest])
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tests.extent import one_in
 
-from prejit.compiler.compile.gpu_convolutions import has_plain_convolutions
-from prejit.compiler.compile.stablehlo_contents import as_text
+from prejit.compiler.compile.stablehlo_contents import as_text, has_plain_convolutions
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.lowering.export import export_program
 from prejit.compiler.manifest.specs import ProgramSpec

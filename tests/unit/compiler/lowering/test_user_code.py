@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prejit.compiler.lowering.user.source_imports import of_source
+from prejit.compiler.lowering.user.source_modules import imports_of
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.model_checks import check_planned
@@ -327,7 +327,9 @@ def test_arrays_of_a_module_have_the_names_of_params(tmp_path):
     found = project(tmp_path, LAYERS, manifest)
     lower(found)
     assert [*values_of(found.code, "p")] == ["parts.0.by", "parts.1"]
-    with pytest.raises(ManifestError, match=r"different names, found 'parts\.0\.by\.a' twice"):
+    with pytest.raises(
+        ManifestError, match=r"different names of arrays, found 'parts\.0\.by\.a' twice"
+    ):
         lower(project(tmp_path, LAYERS, MANIFEST.replace(":f", ":twice")))
 
 
@@ -424,6 +426,6 @@ def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path):
     ],
 )
 def test_each_form_of_an_import_is_found_or_said_to_be_computed(source, names, are_computed):
-    found = of_source(source.encode(), "top.inner", is_package=True)
+    found = imports_of(source.encode(), "top.inner", is_package=True)
     others = {"importlib", "importlib.import_module"}
     assert ((found.names | found.attributes) - others, found.are_computed) == (names, are_computed)

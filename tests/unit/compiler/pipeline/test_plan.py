@@ -20,20 +20,18 @@ from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import result_keys
 from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.build_run import build
+from prejit.compiler.pipeline.executable_jobs import (
+    COMPILE,
+    choose_source,
+    job_of,
+    planned_executables,
+)
 from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
 from prejit.compiler.pipeline.model import read_model
-from prejit.compiler.pipeline.plan import (
-    Native,
-    PlanOptions,
-    choose_source,
-    find_toolchain,
-    kernels_of,
-    plan_build,
-    stored_bits,
-)
-from prejit.compiler.pipeline.planned_executables import COMPILE, planned_executables
+from prejit.compiler.pipeline.plan import Native, PlanOptions, plan_build, stored_bits
 from prejit.compiler.pipeline.published_files import find_published
-from prejit.compiler.pipeline.result_keys import compile_key, versions
+from prejit.compiler.pipeline.result_keys import versions
+from prejit.compiler.pipeline.target_tools import TargetTools, find_toolchain, kernels_of
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
@@ -82,7 +80,9 @@ def compile_digests(found, name):
     digests = {}
     for program in found.plan.programs:
         source = source_of(space, program, lower(space, program), kernels.get(name))
-        key = compile_key(found.plan.manifest, program.spec, toolchain, source)
+        key = job_of(
+            found.plan, program.spec, source, TargetTools(toolchain, None), found.store
+        ).key
         digests[program.spec.name] = key.digest
     return digests
 
@@ -138,7 +138,9 @@ def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
     [target] = found.plan.targets
     for program in once_more.plan.programs:
         made = source_of(once_more.space, program, program.lowered, kernels)
-        key = compile_key(found.plan.manifest, program.spec, find_toolchain(target), made)
+        key = job_of(
+            found.plan, program.spec, made, TargetTools(find_toolchain(target), None), found.store
+        ).key
         found.store.put(key, {"not": "an executable"})
         found.store._action(key).unlink()  # only the name of the last key stays
     assert once_more.reasons() == {"its last result is gone from the cache, or was damaged"}

@@ -32,7 +32,7 @@ from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.program_lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden_answers, golden_child
-from prejit.compiler.pipeline.pack import bundle_files, model_layers
+from prejit.compiler.pipeline.pack import bundle_files, weights_layer
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
@@ -80,9 +80,9 @@ WITHIN = (
     ("LOWERING", program_lowering, "_lower_native"),
     ("LOWERING", workspace, "read_model"),
     ("PACKING", bundle_files, "write_weights"),
-    ("WEIGHTS", model_layers, "_tensors"),
+    ("WEIGHTS", weights_layer, "_tensors"),
     ("WEIGHTS", published_files, "open_weights"),
-    ("OWN_WEIGHTS", model_layers, "_own_tensors"),
+    ("OWN_WEIGHTS", weights_layer, "_own_tensors"),
     ("ACCURACY", accuracy, "_measure_published"),
     ("OWN_ACCURACY", accuracy, "_measure_own"),
 )

@@ -8,8 +8,10 @@ from safetensors.numpy import save_file
 
 import prejit.compiler
 from prejit.compiler import Program
-from prejit.compiler.pipeline.pack.attaching import attach_descriptions
-from prejit.compiler.pipeline.pack.provenance import recording_provenance
+from prejit.compiler.pipeline.pack.bundle_descriptions import (
+    attach_descriptions,
+    recording_provenance,
+)
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding.rebuilt import rebuild
 from prejit.runtime import load

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.pipeline.pack.bundle_writing import write_layout
 from prejit.compiler.recording import jax_cache_packing as packing
 from prejit.compiler.recording.hook import process_watch, trace_effects
-from prejit.compiler.recording.hook.described_executable import executable_json
+from prejit.compiler.recording.hook.call_recorder import executable_json
 from prejit.compiler.recording.jax_cache_packing import collect, merged, packed, read_targets
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -2,20 +2,26 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import pairwise
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
 from tests.html_pages import EVIL, alone
 
 from prejit.compiler.progress import Step
 from prejit.compiler.reporting.build_page import report_page
 from prejit.compiler.reporting.build_report import (
+    BETWEEN,
     BuildReport,
     Change,
     PeakMemory,
     ReportedProgram,
     bucket_costs,
     change,
+    critical_path,
+    place,
 )
-from prejit.compiler.reporting.time_line import critical_path, place
 
 
 def program(name="p", **changes):
@@ -77,3 +83,27 @@ def test_the_page_needs_nothing_beside_itself_and_names_stay_text():
     for seconds in (0.0, 0.02, 4.0, 75.0, 90_000.0):
         ticks = report_page(report(program(), seconds=seconds)).count('class="grid"')
         assert (3 if seconds else 0) <= ticks <= 9
+
+
+@settings(max_examples=examples(50, 300))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans()), max_size=12),
+    st.integers(0, 5),
+)
+def test_a_critical_path_covers_a_build(spans, rest):
+    steps = [
+        Step(f"s{n}", float(start), float(start + length), "p" if worker else "")
+        for n, (start, length, worker) in enumerate(spans)
+    ]
+    seconds = max((step.end for step in steps), default=1.0) + rest
+    path = critical_path(steps, seconds)
+    if not steps:
+        assert [link.what for link in path] == [BETWEEN]
+    assert path[0].start == 0
+    assert path[-1].end == seconds
+    assert all(a.end == b.start for a, b in pairwise(path))
+    placed = place(steps)
+    assert len(placed) == len(steps)
+    for a in placed:
+        for b in placed:
+            assert a is b or a.lane != b.lane or a.end <= b.start or b.end <= a.start

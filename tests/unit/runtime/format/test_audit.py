@@ -12,8 +12,8 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.layouts import blob, subject_of
 from tests.signers import signer
 
-from prejit.compiler.pipeline.layout_writing import Part, attach, remove_abandoned
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach, remove_abandoned
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main

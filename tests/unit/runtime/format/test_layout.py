@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.layouts import blobs_of, index_file
 
-from prejit.compiler.pipeline.layout_writing import write_layout
+from prejit.compiler.pipeline.pack.bundle_writing import write_layout
 from prejit.runtime import __main__
 from prejit.runtime.base.files import digest_of, map_file
 from prejit.runtime.errors import RejectError, StoreError

@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble, check_readable
+from prejit.compiler.pipeline.pack.bundle_writing import write_layout
 from prejit.compiler.recording.jax_cache_packing import RecordedFile, RecordedTarget, packed
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment

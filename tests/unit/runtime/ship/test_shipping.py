@@ -11,7 +11,7 @@ from tests.fake_registry import fake_registry
 from tests.store_servers import google_settings
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
-from prejit.compiler.pipeline.layout_writing import Part, attach
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE

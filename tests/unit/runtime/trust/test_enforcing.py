@@ -11,7 +11,7 @@ import pytest
 from tests.layouts import GOLDEN, blob, index_of, subject_of, write_root
 from tests.signers import key_table, signer, write_policy
 
-from prejit.compiler.pipeline.layout_writing import Part, attach
+from prejit.compiler.pipeline.pack.bundle_writing import Part, attach
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.channels import release_bundle, rotate_keys
 from prejit.runtime import load

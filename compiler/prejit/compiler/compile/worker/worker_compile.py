@@ -1,7 +1,7 @@
 """Compile one program in a worker: StableHLO in, the compressed frame of an executable out.
 
 The digest of this module and of all that it imports is in the key of every executable
-(executable_keys.py). Code that decides an executable belongs here; code that starts, feeds or watches a
+(compile_jobs.py). Code that decides an executable belongs here; code that starts, feeds or watches a
 compiler does not.
 """
 

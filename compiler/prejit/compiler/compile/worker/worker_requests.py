@@ -30,6 +30,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -141,7 +142,7 @@ def _compile(
         round(cpu_seconds * 1000),
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-    return compiled.to_plain()
+    return asdict(compiled)
 
 
 def _in_a_new_thread(

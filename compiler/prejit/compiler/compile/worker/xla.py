@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.compile.compile_jobs import CANNOT_COMPILE
-from prejit.compiler.compile.gpu_convolutions import WITHOUT_CUDNN, has_plain_convolutions
 from prejit.compiler.compile.recorded_lowering import RecordedLowering
+from prejit.compiler.compile.stablehlo_contents import WITHOUT_CUDNN, has_plain_convolutions
 from prejit.compiler.compile.worker.xla_messages import message_bytes, read_message
 from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.device.portable import stablehlo_module

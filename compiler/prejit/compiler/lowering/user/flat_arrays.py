@@ -19,6 +19,7 @@ from jax.tree_util import (
 )
 
 from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
+from prejit.runtime.base.wording import few
 from prejit.runtime.device.jax_arrays import data_shape, is_key, is_weak, key_name, weakened
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
@@ -311,13 +312,35 @@ NO_RANDOM_STATE = (
 """The hint of errors about params that hold random state, as of flax.nnx.Dropout."""
 
 
-def arrays_in(tree: Any, spelled: Callable[[Any], str]) -> tuple[dict[str, Any], Bind]:
-    """Return the arrays of a pytree by name, and a function that puts others in their place.
+def dotted(path: Any) -> str:
+    """Return the path to a leaf of a pytree as one name."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def check_different(names: Sequence[str], where: str, what: str) -> None:
+    """Check that dotted names of leaves differ.
+
+    Raises:
+        ManifestError: two are the same.
+    """
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ManifestError(
+            f"{where}: expected different names of {what}, found {twice[0]!r} twice",
+            hint="names are joined by dots: a key must not contain one",
+        )
+
+
+def arrays_in(tree: Any, where: str) -> tuple[dict[str, Any], Bind]:
+    """Return the arrays of a pytree by dotted name, and a function that puts others in their place.
 
     Leaves that are no arrays, such as activation functions, and random keys stay what they are.
+
+    Raises:
+        ManifestError: two arrays have the same name.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    named = [(spelled(path) if _is_array(leaf) else None, leaf) for path, leaf in leaves]
+    named = [(dotted(path) if _is_array(leaf) else None, leaf) for path, leaf in leaves]
+    check_different([name for name, _ in named if name is not None], where, "arrays")
 
     def bind(values: Mapping[str, Any]) -> Any:
         parts = [leaf if name is None else values[name] for name, leaf in named]
@@ -333,8 +356,7 @@ def differing_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         (sorted(given.keys() - own.keys()), "in params alone"),
     )
     return "; ".join(
-        f"{', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)} "
-        f"{'is' if len(names) == 1 else 'are'} {where}"
+        f"{few(names, 8)} {'is' if len(names) == 1 else 'are'} {where}"
         for names, where in sides
         if names
     )

@@ -19,6 +19,7 @@ from prejit.compiler.lowering.user.flat_arrays import (
 )
 from prejit.compiler.lowering.user.traced_primitives import called_by
 from prejit.compiler.models.parameters import flat_parameters, parametrized
+from prejit.runtime.base.wording import few
 from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import ManifestError
 
@@ -125,7 +126,7 @@ def _check_unchanged(
     if changed:
         raise ManifestError(
             f"{what}: expected a module that leaves its variables as they are, found one that changes "
-            f"{', '.join(changed[:8])}{f' and {len(changed) - 8} more' * (len(changed) > 8)}",
+            f"{few(changed, 8)}",
             hint="for inference call .eval() on the module; else take the state as an argument and return it "
             "anew: Bundle.bind keeps it between calls",
         )

@@ -251,20 +251,7 @@ def _of_pytree(
             f"{type(module).__name__} whose own code changes its parts each time",
             hint="give a function that calls it",
         )
-    names: list[str] = []
-
-    def spelled(path: Any) -> str:
-        names.append(jax.tree_util.keystr(path, simple=True, separator="."))  # as those of params
-        return names[-1]
-
-    own, bind = arrays_in(module, spelled)
-    for name in own:
-        if names.count(name) > 1:
-            raise ManifestError(
-                f"{where}: function: expected a module whose arrays have different names, found {name!r} "
-                "twice",
-                hint="names are joined by dots: a key must not contain one",
-            )
+    own, bind = arrays_in(module, f"{where}: function")
     if parameters is not None and (differing := differing_names(own, parameters)):
         raise ManifestError(
             f"{where}: params: expected the names of the module's arrays: {differing}"

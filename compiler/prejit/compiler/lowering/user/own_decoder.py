@@ -218,19 +218,7 @@ def _held(
     plain = jax.tree_util.all_leaves([found]) and hasattr(found, "__dict__")
     if plain:
         tree = dict(vars(found))
-    names: list[str] = []
-
-    def spelled(path: Any) -> str:
-        names.append(jax.tree_util.keystr(path, simple=True, separator="."))
-        return names[-1]
-
-    arrays, put = arrays_in(tree, spelled)
-    if len(arrays) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ManifestError(
-            f"{where}: {label}: expected different names of arrays, found {twice!r} twice",
-            hint="names are joined by dots: a key must not contain one",
-        )
+    arrays, put = arrays_in(tree, f"{where}: {label}")
 
     def bind(values: Values) -> Any:
         if not plain:

@@ -2,6 +2,14 @@
 
 They fill the store; the build then finds there what it would have lowered itself. A process that ends early
 loses nothing but its unit: another process gets it, and after a second loss the build's own process.
+
+`lowerer_child` runs in such a process. A message is a line of JSON:
+
+    Project                                what to read; the first request, which has no answer of its own
+    Work                                   a unit to lower
+    {"lowered": ...}                       a Done
+    {"declined": why}                      the process does not find what the build has: it lowers nothing
+    {"error": {code, message, hint}}       an error of the user, in place of the other answers
 """
 
 from __future__ import annotations
@@ -12,27 +20,30 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import final
+from typing import Any, final
 
+from prejit.compiler.base.process_errors import error_of
 from prejit.compiler.compile.executor import Executor
-from prejit.compiler.pipeline.lower.lowerer_process import (
-    Checked,
-    DeclinedError,
-    Done,
-    LoweringProcess,
-    ProcessEndedError,
-    Project,
-    Work,
-    manifest_digest,
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.pipeline.plan import (
+    Lowered,
+    Plan,
+    PlannedProgram,
+    PlanOptions,
+    find_lowered,
 )
-from prejit.compiler.pipeline.plan import Plan, PlannedProgram, PlanOptions, find_lowered
 from prejit.compiler.pipeline.result_keys import own_lower_key
 from prejit.compiler.progress import Progress
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
+from prejit.runtime.base.child_process import Child, ending
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.typed_json import from_plain
 
+_COMMAND = (sys.executable, "-P", "-m", "prejit.compiler.pipeline.lower.lowerer_child")
 _TRIES = 2
 """Number of processes that may end while they lower the same unit."""
 Unit = tuple[PlannedProgram, ...]
@@ -46,6 +57,98 @@ _MODEL_SECONDS = 1.0
 """Estimated CPU time of lowering any other program of a model."""
 _LEAST, _MOST = 4, 16
 """Numbers of programs of code of the user in a unit: for each unit one of them is traced a second time."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """The input with which a process plans as its build does.
+
+    Attributes:
+        manifest: path of the manifest.
+        content: digest of what the build has read there, as `manifest_digest` gives it.
+        root: directory of the store.
+        namespace: separates its results from those of others in the same directory.
+        path: `sys.path` of the build.
+    """
+
+    manifest: str
+    content: str
+    options: PlanOptions
+    root: str
+    namespace: str
+    path: tuple[str, ...]
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Return a digest of a manifest that was read from a file."""
+    return digest_of(repr(manifest).encode())
+
+
+@dataclass(frozen=True)
+class Work:
+    """A unit of programs to lower.
+
+    Attributes:
+        programs: by name, the portable form of those that have one; None: it is to be made.
+        chosen: whether programs with kernels get the forms of products that tables choose now; false: all
+            products stay with their kernels, because forms are measured first.
+    """
+
+    programs: dict[str, Lowered | None]
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Done:
+    """A unit of programs that was lowered. Contents are in the store.
+
+    Attributes:
+        programs: the portable forms by name.
+        parameters: those of the unit's function, as `content_of` describes them.
+        keys: the keys of the results that were put into the store.
+        notes: lines for the user.
+    """
+
+    programs: dict[str, Lowered]
+    parameters: dict[str, str]
+    keys: tuple[Key, ...]
+    notes: tuple[str, ...] = ()
+
+
+class ProcessEndedError(Exception):
+    """A process ended without an answer; the text says how, as the rest of a sentence about it."""
+
+
+class DeclinedError(Exception):
+    """A process does not find what its build has; the text says why."""
+
+
+def start_process(project: Project) -> Child:
+    """Start a process that lowers programs of a project. Its stderr is the build's.
+
+    It begins to read the manifest, the model and the user's code.
+    """
+    process = Child(_COMMAND)
+    process.send(asdict(project))
+    return process
+
+
+def ask(process: Child, work: Work) -> Done:
+    """Let a process lower a unit of programs.
+
+    Raises:
+        PrejitError: the manifest, the model or the user's code has a mistake.
+        DeclinedError: the manifest is another one than the build's.
+        ProcessEndedError: the process has ended.
+    """
+    answer: dict[str, Any] | None = process.ask(asdict(work))
+    if answer is None:
+        raise ProcessEndedError(ending(process.exit_code()))
+    if "error" in answer:
+        raise error_of(answer["error"])
+    if "declined" in answer:
+        raise DeclinedError(answer["declined"])
+    return from_plain(Done, answer["lowered"])
 
 
 def open_crew(
@@ -108,41 +211,13 @@ class Crew:
         self._progress = progress
         self._lock = threading.Lock()  # guards what follows
         self._closed = False
-        self._processes: set[LoweringProcess] = set()
+        self._processes: set[Child] = set()
         self._declined = False
-        self._checked: Checked | None = None
         self._threads = ThreadPoolExecutor(count, "lower")
         # None: the thread that takes it starts a process.
-        self._idle: queue.SimpleQueue[LoweringProcess | None] = queue.SimpleQueue()
-        self._first = self._start(check=True)
-        for _ in range(count - 1):
+        self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+        for _ in range(count):
             self._idle.put(self._start())
-
-    def check(self) -> Checked | None:
-        """Wait until a process has checked the model and the user's code, and return what they show.
-
-        Returns:
-            None: the build has to check them, and to lower all programs itself.
-        """
-        if self._checked is None and not self._declined:
-            self._checked = self._check()
-        return self._checked
-
-    def _check(self) -> Checked | None:
-        for _ in range(_TRIES):
-            process = self._first or self._start(check=True)
-            self._first = None
-            try:
-                if process is not None and (found := process.checked()) is not None:
-                    self._idle.put(process)
-                    return found
-            except ProcessEndedError as error:
-                self._progress.note(f"{self._label}: the process that checks its programs {error}")
-            except DeclinedError as error:
-                self._decline(str(error))
-                return None
-        self._decline("no process could check them")
-        return None
 
     def lower(
         self,
@@ -182,10 +257,6 @@ class Crew:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    @property
-    def _label(self) -> str:
-        return self._project.manifest
 
     def _lower(
         self, plan: Plan, unit: Unit, *, then: Callable[[PlannedProgram], bool] | None, chosen: bool
@@ -235,7 +306,7 @@ class Crew:
                     return None
                 process = process or self._start()
                 if process is not None:
-                    return process.lower(work)
+                    return ask(process, work)
             except DeclinedError as error:
                 self._decline(str(error))
                 return None
@@ -251,13 +322,13 @@ class Crew:
         self._progress.note(f"{label} in the process of the build")
         return None
 
-    def _start(self, *, check: bool = False) -> LoweringProcess | None:
+    def _start(self) -> Child | None:
         """Start a process; None: this machine has no room for it."""
         with self._lock:  # `close` either sees the process or prevents it
             if self._closed:
                 raise CancelledError
-            with suppress(ProcessEndedError):
-                process = LoweringProcess(self._project, check=check)
+            with suppress(OSError):
+                process = start_process(self._project)
                 self._processes.add(process)
                 return process
         return None
@@ -268,7 +339,7 @@ class Crew:
                 return
             self._declined = True
         self._progress.note(
-            f"{self._label}: programs are lowered in the process of the build: {why}"
+            f"{self._project.manifest}: programs are lowered in the process of the build: {why}"
         )
 
 

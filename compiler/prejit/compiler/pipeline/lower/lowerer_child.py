@@ -1,7 +1,7 @@
 """A process that lowers programs for a build: `python -P -m prejit.compiler.pipeline.lower.lowerer_child`.
 
-Each line of stdin is a request, each line of stdout its answer (`lowerer_process`). The end of stdin ends the
-process. What the user's code prints goes to stderr, as in a build.
+Each line of stdin is a request, each line of stdout its answer (`crew`). The end of stdin ends the process.
+What the user's code prints goes to stderr, as in a build.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -21,35 +20,18 @@ from prejit.compiler.base.process_errors import plain_error
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, find_kernels
-from prejit.compiler.pipeline.lower.lowerer_process import (
-    Checked,
-    Done,
-    Project,
-    Work,
-    manifest_digest,
-)
-from prejit.compiler.pipeline.lower.model_checks import check
+from prejit.compiler.pipeline.lower.crew import Done, Project, Work, manifest_digest
 from prejit.compiler.pipeline.lower.program_lowering import (
     lower,
     lower_native,
     lower_own,
-    own_facts,
     source_of,
 )
 from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.model import open_weights
-from prejit.compiler.pipeline.plan import (
-    Lowered,
-    OwnFacts,
-    Plan,
-    PlannedProgram,
-    TargetKernels,
-    calls_kernels,
-    find_toolchain,
-    kernels_of,
-    plan_build,
-)
+from prejit.compiler.pipeline.model import calls_kernels
+from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram, plan_build
 from prejit.compiler.pipeline.result_keys import own_lower_key
+from prejit.compiler.pipeline.target_tools import TargetKernels, find_toolchain, kernels_of
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key
@@ -123,47 +105,23 @@ class Lowerer:
         empty = plan_build(manifest, self._store, project.options, names=())
         self._space = Workspace.of(empty, self._store, self._notes)
 
-    def prepare(self) -> Checked | None:
-        """Read the model and the user's code, so that the first program need not wait for it.
-
-        Returns:
-            What they show, if this process checks them; else None.
-        """
-        is_published = self._manifest.model is not None and not self._manifest.has_own_model
-        if not self._project.check:
-            self._space.code()
-            if is_published:
-                self._space.model()
-            return None
-        plan = plan_build(self._manifest, self._store, self._project.options)
-        weights = open_weights(plan.model) if plan.model and is_published else None
-        check(self._space.with_plan(plan), weights)
-        if plan.own is None:
-            plan = replace(plan, own=self._own)
-            if plan.own_trace is not None and self._own is not None:
-                nothing = replace(plan, programs=(), own=None)
-                remember(self._space.with_plan(nothing), {}, {}, self._own)
-        decodes = self._manifest.generate is not None
-        return Checked(self._space.with_plan(plan).vocab_size() if decodes else None, plan.own)
+    def prepare(self) -> None:
+        """Read the model and the user's code, so that the first program need not wait for it."""
+        self._space.code()
+        if self._manifest.model is not None and not self._manifest.has_own_model:
+            self._space.model()
 
     def lower(self, work: Work) -> Done:
         """Lower a unit of programs."""
         plan = plan_build(self._manifest, self._store, self._project.options, names=work.programs)
-        before = self._known(plan, work)
-        # What is known of the user's decoder was kept before, or is kept by the process that checks it.
-        before = replace(before, own=self._own if before.own is None else before.own)
-        untraced = self._space.with_plan(before)
+        untraced = self._space.with_plan(self._known(plan, work))
         plan = lower_own(untraced)
         space = self._space.with_plan(plan)
         lowered = {each.spec.name: lower(space, each) for each in plan.programs}
-        remember(untraced, lowered, self._parameters_of(plan), plan.own)
+        remember(untraced, lowered, self._parameters_of(plan))
         self._lower_native(space, lowered, chosen=work.chosen)
         parameters = self._parameters.get(plan.programs[0].spec.section, {})
         return Done(lowered, parameters, self._store.taken(), self._notes.taken())
-
-    @cached_property
-    def _own(self) -> OwnFacts | None:
-        return own_facts(self._space.code()) if self._manifest.has_own_model else None
 
     def _known(self, plan: Plan, work: Work) -> Plan:
         """Return the plan with the portable programs that the build has."""
@@ -216,40 +174,35 @@ class Lowerer:
         return tuple(found)
 
 
-def answer(line: bytes, lowerer: Lowerer) -> dict[str, Any]:
-    """Return the answer to a request after the first one."""
-    try:
-        done = lowerer.lower(from_plain(Work, json.loads(line)["lower"]))
-    except PrejitError as error:
-        return {"error": plain_error(error)}
-    return {"lowered": asdict(done)}
-
-
-def begin(project: Project) -> tuple[dict[str, Any], Lowerer | None]:
-    """Return the answer to the first request, and what answers the others; None: it answers none."""
+def begin(project: Project) -> Lowerer | dict[str, Any]:
+    """Return what lowers the programs of a project; or, where nothing can, the answer to every request."""
     sys.path[:] = project.path
     try:
         manifest = read_manifest(Path(project.manifest))
         if manifest_digest(manifest) != project.content:
-            return {"declined": f"{project.manifest} has changed"}, None
+            return {"declined": f"{project.manifest} has changed"}
         lowerer = Lowerer(project, manifest)
-        checked = lowerer.prepare()
+        lowerer.prepare()
     except PrejitError as error:
-        return {"error": plain_error(error)}, None
-    return {"checked": None if checked is None else asdict(checked)}, lowerer
+        return {"error": plain_error(error)}
+    return lowerer
+
+
+def answer(line: bytes, lowerer: Lowerer) -> dict[str, Any]:
+    """Return the answer to a request after the first one."""
+    try:
+        return {"lowered": asdict(lowerer.lower(from_plain(Work, json.loads(line))))}
+    except PrejitError as error:
+        return {"error": plain_error(error)}
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
-    first = requests.readline()
-    if not first:
+    if not (first := requests.readline()):
         return
-    body, lowerer = begin(from_plain(Project, json.loads(first)))
-    write_answer(answers, body)
-    if lowerer is None:
-        return
+    begun = begin(from_plain(Project, json.loads(first)))
     for line in iter(requests.readline, b""):
-        write_answer(answers, answer(line, lowerer))
+        write_answer(answers, begun if isinstance(begun, dict) else answer(line, begun))
 
 
 def main() -> None:

@@ -16,22 +16,26 @@ from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import IMAGE, undrafted
 from prejit.compiler.native.products import Product, called
-from prejit.compiler.pipeline.model import ModelSource, cache_dtype, longest_context, longest_source
+from prejit.compiler.pipeline.executable_jobs import choose_source
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    cache_dtype,
+    calls_kernels,
+    longest_context,
+    longest_source,
+)
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Native,
-    OwnFacts,
     Plan,
     PlannedProgram,
     StoredTrial,
-    TargetKernels,
-    calls_kernels,
-    choose_source,
     find_lowered,
     find_native,
 )
-from prejit.compiler.pipeline.result_keys import content_of, native_key, own_lower_key
-from prejit.compiler.pipeline.workspace import UserCode, Workspace
+from prejit.compiler.pipeline.result_keys import native_key, own_lower_key
+from prejit.compiler.pipeline.target_tools import TargetKernels
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.wording import few
@@ -135,7 +139,7 @@ def _is_whole(lowered: Lowered, store: Store) -> bool:
 
 
 def lower_own(space: Workspace) -> Plan:
-    """Return the plan with the user's decoder: what the plan found, or what is read and lowered now."""
+    """Return the plan with the programs of the user's decoder: those that it found, or lowered now."""
     plan = space.plan
     if not plan.manifest.has_own_model:
         return plan
@@ -147,15 +151,7 @@ def lower_own(space: Workspace) -> Plan:
             key = own_lower_key(plan.manifest, program.spec, lowered.portable.raw_digest)
             program = replace(program, key=key, lowered=lowered)
         programs.append(program)
-    return replace(plan, programs=tuple(programs), own=plan.own or own_facts(space.code()))
-
-
-def own_facts(code: UserCode) -> OwnFacts:
-    """Return what a build needs to know of the user's decoder."""
-    assert code.model is not None
-    contents = {name: content_of(read()) for name, read in code.model.exact.values.items()}
-    orders = {name: tuple(map(int, axes)) for name, axes in code.model.stored.orders.items()}
-    return OwnFacts(code.model.vocab_size, contents, orders)
+    return replace(plan, programs=tuple(programs))
 
 
 def source_of(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import final
 
 from prejit.compiler.native.form_table import KnownForms
-from prejit.compiler.native.kernel_library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.build_interface import Services
+from prejit.compiler.pipeline.executable_jobs import Submitted, job_of, submit, submit_known
 from prejit.compiler.pipeline.lower.crew import Crew
 from prejit.compiler.pipeline.lower.program_lowering import (
     has_lost_native,
@@ -19,9 +20,8 @@ from prejit.compiler.pipeline.lower.program_lowering import (
 )
 from prejit.compiler.pipeline.measure.measured_speed import measure_missing, runs_here
 from prejit.compiler.pipeline.model import uses_kernels
-from prejit.compiler.pipeline.plan import Plan, PlannedProgram, kernels_of
-from prejit.compiler.pipeline.planned_executables import TargetTools, job_of
-from prejit.compiler.pipeline.submitted_jobs import Submitted, submit, submit_known
+from prejit.compiler.pipeline.plan import PlannedProgram
+from prejit.compiler.pipeline.target_tools import TargetTools, build_libraries, kernels_of
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.targets.toolchain import Toolchain
 
@@ -50,7 +50,10 @@ class Submitting:
         """Lower all programs, and submit each to the executor as soon as it is lowered."""
         shard, store, plan = self._service.shard, self.space.store, self.space.plan
         self._service.progress.expect(len(plan.programs) * len(toolchains))
-        libraries = _build_kernels(plan, toolchains, self._service)
+        libraries: dict[str, KernelLibrary] = {}
+        if uses_kernels(plan.manifest):
+            by = self._service.kernels_by
+            libraries = build_libraries(toolchains, store, self._service.progress, by)
         known = plan.forms
         if self._service.measure is not False and libraries:
             # All products have to be known before the first program is compiled.
@@ -122,24 +125,6 @@ class Submitting:
         if lost:
             space.progress.note(lowered_again(f"{spec.name} with kernels"))
         return found
-
-
-def _build_kernels(
-    plan: Plan, toolchains: list[Toolchain], service: Services
-) -> dict[str, KernelLibrary]:
-    """Return the kernels of each target that has some, compiled now if the store has none."""
-    store, progress, by = service.store, service.progress, service.kernels_by
-    if not uses_kernels(plan.manifest):
-        return {}
-    found = {
-        name: build_kernels(each, store, progress, first=None if by is None else by[name])
-        for name, each in ((each.target.name, each) for each in toolchains)
-        if by is None or name in by
-    }
-    missing = [each for each in found.values() if isinstance(each, NoKernels)]
-    for reason in dict.fromkeys(each.reason for each in missing if each.worth_telling):
-        progress.note(reason)
-    return {name: each for name, each in found.items() if isinstance(each, KernelLibrary)}
 
 
 def _measure_forms(

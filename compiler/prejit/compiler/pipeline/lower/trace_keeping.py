@@ -10,13 +10,13 @@ for the same inputs: `prejit build --retrace`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.lowering.user.trace_inputs import Input
 from prejit.compiler.pipeline.lower.program_lowering import lower_function, lower_own_decoder
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgram
-from prejit.compiler.pipeline.result_keys import Contents
+from prejit.compiler.pipeline.result_keys import Contents, content_of
 from prejit.compiler.pipeline.stored_traces import Known, declared_reads, remember_trace, remembered
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.store.store_interface import Store
@@ -26,7 +26,6 @@ from prejit.runtime.errors import BuildError
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.export import LoweredProgram
-    from prejit.compiler.lowering.user.modules import UserModules
 
 _CHECK_SECONDS = 2.0
 """A program whose first trace took less CPU time than this is traced a second time, and compared."""
@@ -37,37 +36,37 @@ _UNSEEN = (
 )
 
 
+def read_own(space: Workspace) -> Workspace:
+    """Return the workspace with the facts about the user's decoder, read and kept now if a plan has none."""
+    plan = space.plan
+    if not plan.manifest.has_own_model or plan.own is not None:
+        return space
+    model = space.code().model
+    assert model is not None
+    contents = {name: content_of(read()) for name, read in model.exact.values.items()}
+    orders = {name: tuple(map(int, axes)) for name, axes in model.stored.orders.items()}
+    own = OwnFacts(model.vocab_size, contents, orders)
+    if plan.own_trace is not None and (read := _read(space)) is not None:
+        read.keep(plan.own_trace, asdict(own), (), space.store)
+    return space.with_plan(replace(plan, own=own))
+
+
 def remember(
-    space: Workspace,
-    lowered: Mapping[str, Lowered],
-    parameters: Mapping[str, Contents],
-    own: OwnFacts | None,
+    space: Workspace, lowered: Mapping[str, Lowered], parameters: Mapping[str, Contents]
 ) -> None:
-    """Keep the traces that this build made.
+    """Keep the traces of programs that this build made.
 
     The workspace has the plan from before anything was traced. `parameters` are those of the user's functions
-    by section, `own` is what is known of the user's decoder.
+    by section.
     """
     plan, store = space.plan, space.store
     fresh = [each for each in plan.programs if each.lowered is None]
     traced = [each for each in fresh if each.trace is not None]
-    reads_model = plan.own_trace is not None and plan.own is None
     users = [each for each in fresh if each.trace is not None or each.spec.kind == "call"]
     if users:
         with space.progress.phase("comparing second traces"):
             _check_again(space, users, lowered)
-    if not (traced or reads_model):
-        return
-    modules = space.code().modules
-    assert modules is not None
-    read = _read(plan, modules)
-
-    def put(known: Known, result: Mapping[str, Any], blobs: tuple[str, ...]) -> None:
-        assert read is not None
-        kept = {"never": read.trouble} if read.trouble else {"trace": result}
-        blobs = () if read.trouble else blobs
-        remember_trace(known, read.inputs, modules.search_path(), kept, blobs, store)
-
+    read = _read(space) if traced else None
     troubles = dict[str, str]()  # with the first program that has each
     for program in traced:
         assert program.trace is not None
@@ -83,10 +82,7 @@ def remember(
                 troubles.setdefault(read.trouble, spec.name)
             else:
                 _check_stored(plan, program, made, read.inputs, store)
-            put(program.trace, result, made.blobs)
-    if reads_model and own is not None and read is not None:
-        assert plan.own_trace is not None
-        put(plan.own_trace, asdict(own), ())
+            read.keep(program.trace, result, made.blobs, store)
     for trouble, name in troubles.items():
         space.progress.note(f"{name} is traced at every build: {trouble}")
 
@@ -97,10 +93,21 @@ class _Read:
 
     inputs: Mapping[Input, str]
     trouble: str
+    search_path: tuple[tuple[str, ...], tuple[str, ...]]
+
+    def keep(
+        self, known: Known, result: Mapping[str, Any], blobs: tuple[str, ...], store: Store
+    ) -> None:
+        """Keep a result under these inputs; or, where these may not stand for it, why."""
+        kept = {"never": self.trouble} if self.trouble else {"trace": result}
+        blobs = () if self.trouble else blobs
+        remember_trace(known, self.inputs, self.search_path, kept, blobs, store)
 
 
-def _read(plan: Plan, modules: UserModules) -> _Read | None:
+def _read(space: Workspace) -> _Read | None:
     """Return what the code read; None: some of it changed meanwhile, or was read before this build."""
+    modules = space.code().modules
+    assert modules is not None
     seen, present = modules.observer.seen(), modules.present()
     if not seen.complete:
         return None
@@ -116,9 +123,9 @@ def _read(plan: Plan, modules: UserModules) -> _Read | None:
             return None
         inputs[each] = digest
     trouble = seen.trouble
-    if seen.hidden and not declared_reads(plan.manifest) and not trouble:
+    if seen.hidden and not declared_reads(space.plan.manifest) and not trouble:
         trouble = f"{seen.hidden}, which prejit cannot see: name them in `reads`"
-    return _Read(inputs, trouble)
+    return _Read(inputs, trouble, modules.search_path())
 
 
 def _check_again(

@@ -18,7 +18,8 @@ from prejit.compiler.pipeline.model import (
     may_round_to_int4,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.model_layers import RoundedByText, special_ids
+from prejit.compiler.pipeline.pack.model_layers import special_ids
+from prejit.compiler.pipeline.pack.weights_layer import RoundedByText
 from prejit.compiler.pipeline.plan import bits_of, stored_bits
 from prejit.compiler.pipeline.published_files import Published
 from prejit.compiler.pipeline.result_keys import (

@@ -36,7 +36,7 @@ from prejit.compiler.pipeline.measure import streamed
 from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, encode_text
 from prejit.compiler.pipeline.measure.streamed import Weight
 from prejit.compiler.pipeline.model import ModelSource
-from prejit.compiler.pipeline.pack.model_layers import RoundedByText
+from prejit.compiler.pipeline.pack.weights_layer import RoundedByText
 from prejit.runtime.base.wording import few
 
 Values = np.ndarray[Any, Any]

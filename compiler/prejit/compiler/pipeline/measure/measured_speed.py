@@ -18,8 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.executable_keys import executable_key
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, executable_key
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
@@ -36,10 +35,10 @@ from prejit.compiler.native.form_table import (
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.compiler.pipeline.build_interface import Services
+from prejit.compiler.pipeline.executable_jobs import CompiledTarget
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.compatibility import requirement_of
 from prejit.compiler.pipeline.result_keys import cost_key, measuring_key
-from prejit.compiler.pipeline.submitted_jobs import CompiledTarget
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store, kept_values
 from prejit.compiler.targets.toolchain import Toolchain

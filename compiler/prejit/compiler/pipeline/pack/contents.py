@@ -14,15 +14,16 @@ from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.image_processing import MATCHING
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.executable_jobs import CompiledTarget, Submitted
 from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
 from prejit.compiler.pipeline.pack.model_layers import special_ids
-from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
+from prejit.compiler.pipeline.plan import Lowered, Plan
 from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.pipeline.submitted_jobs import CompiledTarget, Submitted
+from prejit.compiler.pipeline.target_tools import TargetKernels
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.format import constants
 from prejit.runtime.format.bundle_schema import (

@@ -1,4 +1,4 @@
-"""The layers that all targets share: the files of a model as they are, the licence, and the weights.
+"""The layers that all targets share beside the weights: the files of a model as they are, and the licence.
 
 A file is checked before anything compiles: one with a mistake would fail where the bundle runs.
 """
@@ -6,9 +6,7 @@ A file is checked before anything compiles: one with a mistake would fail where 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,40 +15,34 @@ import numpy as np
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint import tokenizer_check
-from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.configured_tokenizer import (
     check_encoder_tokenizer,
     check_prefix_space,
     with_configured_tokens,
 )
-from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
 from prejit.compiler.models.families.sentence_layout import SentenceLayout
-from prejit.compiler.pipeline.model import ModelSource, file_digest
+from prejit.compiler.pipeline.model import file_digest
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
-from prejit.compiler.pipeline.pack.chunks import chunks_of
-from prejit.compiler.pipeline.pack.few_bits import FewBits, few_bits
-from prejit.compiler.pipeline.published_files import Published, ResultOfFiles
-from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer_key, weights_key
-from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.result_keys import tokenizer_key
+from prejit.compiler.pipeline.workspace import Workspace
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.wording import few
-from prejit.runtime.errors import BuildError, CheckpointError
+from prejit.runtime.errors import CheckpointError
 from prejit.runtime.format import limits
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
-    WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.generation import options
 from prejit.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from prejit.compiler.lowering.user.own_decoder import OwnModel
+    pass
 
 
 Values = np.ndarray[Any, Any]
@@ -75,10 +67,10 @@ _TOKENIZERS = ("*.tiktoken", "*.spm", "s*.model", "tekken.json", "tokenizer.mode
 """Names of files of tokenizers that transformers reads, and prejit does not."""
 
 
-def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
+def read_layers(space: Workspace) -> Iterator[PackedLayer]:
     """Yield the layers of a model's files and of the licence, each checked.
 
-    `vocab_size` returns the number of tokens of the model. The store knows which tokenizers passed before.
+    The store knows which tokenizers passed before.
 
     Raises:
         CheckpointError: a file would fail where the bundle runs.
@@ -95,7 +87,7 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
         )
         if tokenizer.is_file() and reads_texts:
             content = with_configured_tokens(tokenizer, _read(tokenizer))
-            _check_tokenizer(space, tokenizer, content, vocab_size)
+            _check_tokenizer(space, tokenizer, content)
             settings = tokenizer.with_name("tokenizer_config.json")
             for key in unread_settings(settings, content, decodes=decodes):
                 space.progress.note(f"{settings}: prejit does not use {key}: true")
@@ -284,12 +276,10 @@ def unread_similarity(layout: SentenceLayout) -> str:
     return f"{file}: prejit does not use {_SIMILARITY}: {shown(name)}; SentenceEncoder takes it as an option"
 
 
-def _check_tokenizer(
-    space: Workspace, path: Path, content: bytes, vocab_size: Callable[[], int]
-) -> None:
+def _check_tokenizer(space: Workspace, path: Path, content: bytes) -> None:
     """Check a tokenizer, unless it passed before."""
     if space.plan.manifest.has_own_model:
-        config = f"vocab_size {vocab_size()}"
+        config = f"vocab_size {space.vocab_size()}"
     else:
         config = file_digest(path.with_name("config.json"))
     model = space.plan.model
@@ -302,174 +292,8 @@ def _check_tokenizer(
     if space.store.get(key) is not None:
         return
     with space.progress.phase("checking tokenizer.json"):
-        tokenizer_check.check_tokenizer(path, content, vocab_size())
+        tokenizer_check.check_tokenizer(path, content, space.vocab_size())
         check_prefix_space(path, content)
         if layout is not None:
-            check_encoder_tokenizer(path, content, layout, vocab_size())
+            check_encoder_tokenizer(path, content, layout, space.vocab_size())
     space.store.put(key, {"passed": True})
-
-
-@dataclass(frozen=True)
-class WeightsLayer(PackedLayer):
-    """The layer of weights.
-
-    Attributes:
-        few_bits: what became of matrices that were published in few bits; None: there are none.
-        int4: what decided how matrices were rounded to int4, and an encoder's dtypes; empty: nothing.
-    """
-
-    few_bits: FewBits | None = None
-    int4: str = ""
-
-
-@dataclass(frozen=True)
-class RoundedByText:
-    """Matrices that a text rounded to int4.
-
-    Attributes:
-        words: words and scales by name.
-        line: what the text decided, for people; empty: there was nothing to decide.
-    """
-
-    words: Mapping[str, tuple[Values, Values]]
-    line: str
-
-
-def pack_weights(
-    space: Workspace,
-    published: Published | None,
-    user: Mapping[str, Contents],
-    round_by_text: Callable[[Workspace, Checkpoint], RoundedByText | None],
-) -> WeightsLayer | None:
-    """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
-
-    `user` has the parameters of the user's functions, by section. `round_by_text` rounds matrices to int4 by
-    a text; None: it decides nothing.
-    """
-    manifest, store, own = space.plan.manifest, space.store, space.plan.own
-    if published is None and not user and (own is None or not own.parameters):
-        return None
-    exact, orders = (None, None) if own is None else (own.parameters, own.orders)
-    key_of = partial(
-        weights_key,
-        manifest,
-        space.plan.model,
-        user=user,
-        own=exact,
-        own_orders=orders,
-        draft=space.plan.draft,
-    )
-    stored = ResultOfFiles(store, key_of, published)
-    with space.progress.phase("packing weights"):
-        with stored.making():
-            result = stored.find()
-            if result is None:
-                result = _write_weights(space, published, user, round_by_text)
-                stored.put(result, blobs=[result["digest"]])
-        path = store.blob_path(result["digest"])
-        if path is None:
-            raise BuildError("the weights are gone from the build cache", hint="build again")
-        layer = WeightsLayer(
-            *(WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"),
-            FewBits(**result["few_bits"]) if "few_bits" in result else None,
-            result.get("int4", ""),
-        )
-        chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
-    return layer
-
-
-def _write_weights(
-    space: Workspace,
-    published: Published | None,
-    user: Mapping[str, Contents],
-    round_by_text: Callable[[Workspace, Checkpoint], RoundedByText | None],
-) -> dict[str, Any]:
-    """Write the weights layer into the store, as in `pack_weights`, and return the result of its key."""
-    tensors: list[PackedTensor] = []
-    if user:
-        tensors += _user_tensors(space.plan.manifest.where, user, space.code())
-    errors: dict[str, float] = {}
-    rounded = None
-    if published is not None:
-        checkpoint = published.checkpoint
-        rounded = round_by_text(space, checkpoint)
-        words = {} if rounded is None else rounded.words
-        if published.draft is not None and (drafts := space.of_draft) is not None:
-            of_draft = published.draft.checkpoint
-            by_text = round_by_text(drafts, of_draft)
-            more = {} if by_text is None else by_text.words
-            for each in _tensors(drafts.model(), of_draft, lambda *_: None, more):
-                tensors.append(replace(each, name=f"{DRAFT_SECTION}:{each.name}"))
-        tensors = [*_tensors(space.model(), checkpoint, errors.__setitem__, words), *tensors]
-    if space.plan.own is not None:
-        model_of_user = space.code().model
-        assert model_of_user is not None
-        tensors = [*_own_tensors(model_of_user), *tensors]
-    with space.store.blob_writer() as blob:
-        bundle_files.write_weights(tensors, blob)
-        if published is not None:
-            published.check_unchanged()
-    bits = few_bits(published.checkpoint.forms if published else {}, errors)
-    result: dict[str, Any] = {"digest": blob.digest, "size": blob.size}
-    result |= {"few_bits": asdict(bits)} if bits else {}
-    lines = (rounded.line if rounded else "", _mixture(space) if published else "")
-    result |= {"int4": "; ".join(filter(None, lines))}
-    return result
-
-
-def _mixture(space: Workspace) -> str:
-    """Return the dtypes of an encoder's matrices, for people; empty: they are the manifest's."""
-    from prejit.compiler.models import quantizing
-
-    files = space.plan.model
-    if files is None or not files.chosen:
-        return ""
-    found = quantizing.described(space.model().module)
-    return f"stored matrices as {found}, for a cosine of 0.999"
-
-
-def _user_tensors(
-    where: str, user: Mapping[str, Contents], code: UserCode
-) -> Iterator[PackedTensor]:
-    for section, contents in user.items():
-        for name, value in values_of(code, section).items():
-            if content_of(value) != contents.get(name):
-                raise BuildError(
-                    f"{where}: program {section!r}: expected the same value of {name} each "
-                    "time that its module is imported, found another one",
-                    hint="give random parameters a seed, or save them to a file and name it in `params`",
-                )
-            yield PackedTensor(
-                f"{section}:{name}", str(value.dtype), value.shape, partial(np.asarray, value)
-            )
-
-
-def _own_tensors(own: OwnModel) -> list[PackedTensor]:
-    return [
-        PackedTensor(name, str(shape.dtype), shape.shape, own.stored.values[name])
-        for name, shape in own.stored.model.weights.items()
-    ]
-
-
-def _tensors(
-    model: ModelSource,
-    checkpoint: Checkpoint,
-    tell: Callable[[str, float], object],
-    words: Mapping[str, tuple[Values, Values]],
-) -> list[PackedTensor]:
-    """Return the model's parameters as they are packed: rounded or quantized when they are written.
-
-    `tell` and `words` are as in `quantizing.readers`.
-    """
-    from flax import nnx
-
-    from prejit.compiler.models import quantizing
-    from prejit.compiler.models.parameters import flat_parameters
-
-    stored = quantizing.readers(model.module, checkpoint.rows, tell, words)
-    return [
-        PackedTensor(
-            name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(checkpoint.read, name)
-        )
-        for name, leaf in flat_parameters(nnx.state(model.module)).items()
-    ]

@@ -1,25 +1,23 @@
 """The files from which a bundle is built, each with its digest. No JAX, and no code of the user runs.
 
-Modules of the user are found by reading `import` statements, beginning with the modules that the manifest
-names. A module that code imports by a computed name is not among them: a rebuild then finds a program that
-differs, but cannot name the file.
+Modules of the user are found by reading their sources, beginning with the modules that the manifest names.
+A module that code imports by a computed name is not among them: a rebuild then finds a program that differs,
+but cannot name the file.
 """
 
 from __future__ import annotations
 
-import ast
 import os
-import sys
-import sysconfig
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
-from prejit.compiler.base import python_source
-from prejit.compiler.base.python_source import is_in_package
+from prejit.compiler.lowering.user.source_modules import imports_of
+from prejit.compiler.lowering.user.trace_inputs import Present, is_installed, read_source
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.base.files import digest_of
@@ -53,7 +51,7 @@ def manifest_sources(manifest: Manifest) -> tuple[SourceContent, ...]:
         return ()
     directory = manifest.directory.absolute()
     files = {Path(os.path.abspath(manifest.resolve(name))) for name in _named(manifest)}
-    files |= {Path(each) for each in _modules(manifest, directory)}
+    files |= {Path(os.path.abspath(each)) for each in _modules(manifest)}
     sources = []
     for file in sorted(files)[:_MOST]:
         name = os.path.relpath(file, directory) + "/" * file.is_dir()
@@ -106,62 +104,27 @@ def _named(manifest: Manifest) -> Iterator[str]:
         yield from (table[key] for key in ("fingerprint", "tuning") if key in table)
 
 
-def _modules(manifest: Manifest, directory: Path) -> set[str]:
+def _modules(manifest: Manifest) -> Iterator[str]:
+    """Yield the files of the modules of the user that a manifest names, and of those that these import."""
     objects: list[Any] = [each.fn for each in manifest.programs if not each.is_file]
     objects += [each.args for each in manifest.programs]
     objects += [each.check.function for each in manifest.programs if each.check is not None]
     objects += [None if manifest.model is None else manifest.model.module]
-    named = [each.partition(":")[0] for each in objects if isinstance(each, str)]
-    python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    path = [str(directory)]
-    path += [
-        each
-        for each in map(os.path.abspath, sys.path)
-        if not is_in_package(each)
-        and not each.startswith(tuple(python))
-        and not os.path.isfile(os.path.join(each, "prejit", "compiler", "api.py"))
-    ]
-    found: dict[str, str] = {}
-    left = [*named]
+    left = [each.partition(":")[0] for each in objects if isinstance(each, str)]
+    present, seen = Present(manifest.directory), {""}
     while left:
         name = left.pop()
-        for module in _with_packages(name):
-            if module in found or (file := _find(module, path)) is None:
-                continue
-            found[module] = file
-            left += _imports(module, file)
-    return set(found.values())
-
-
-def _with_packages(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[: count + 1]) for count in range(len(parts)))
-
-
-def _find(module: str, path: Iterable[str]) -> str | None:
-    """Return the file of a module; None: it is not of the user, or a package without code."""
-    place = module.replace(".", os.sep)
-    for directory in path:
-        for name in (os.path.join(place, "__init__.py"), f"{place}.py"):
-            file = os.path.join(directory, name)
-            if os.path.isfile(file):
-                return file
-    return None
-
-
-def _imports(module: str, file: str) -> Iterator[str]:
-    """Yield the names that a module may import, of modules and of others."""
-    package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
-    try:
-        tree = python_source.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1]
-            start = ".".join([*(above if node.level else ()), *filter(None, [node.module])])
-            if start:
-                yield start
-                yield from (f"{start}.{each.name}" for each in node.names)
+        if name in seen:
+            continue
+        seen.add(name)
+        package = name.rpartition(".")[0]
+        left.append(package)
+        spec = present.spec(name)
+        if spec is None or not spec.has_location or is_installed(os.path.abspath(str(spec.origin))):
+            continue
+        yield str(spec.origin)
+        with suppress(OSError):
+            is_package = spec.submodule_search_locations is not None
+            content = read_source(spec)
+            found = imports_of(content, name if is_package else package, is_package)
+            left += [*found.names, *found.attributes]

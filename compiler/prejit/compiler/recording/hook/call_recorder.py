@@ -1,29 +1,37 @@
-"""Record the calls of a process that jax traces, for `kept_calls` of the runtime's hook."""
+"""Record the calls of a process that jax traces: for `kept_calls` of the runtime's hook.
+
+`executable_json` describes jax's executables for its `load_executable`; `CallbackLines` finds the lines that
+make an executable call Python.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from prejit.compiler.recording.hook.callback_lines import CallbackLines
-from prejit.compiler.recording.hook.described_executable import executable_json
+from prejit.compiler.recording.hook.jax_lowerings import hook_callbacks
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
+from prejit.runtime.recorded.hook import jax_calls
 from prejit.runtime.recorded.hook.input_facts import file_of, initial_environment
 from prejit.runtime.recorded.hook.jax_calls import (
     PARTS,
     CompiledCall,
     JaxCall,
+    Json,
     SignatureReader,
     TracedPart,
+    aval_of,
     looks_for_nans,
     settings_text,
     signature_of,
 )
 from prejit.runtime.recorded.hook.kept_calls import call_name
-from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError, entries_of, sharding_json
 from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
 from prejit.runtime.recorded.hook.process_inputs import command_of_process
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
@@ -214,3 +222,123 @@ def _frames() -> set[int]:
         found.add(id(frame))
         frame = frame.f_back
     return found
+
+
+def executable_json(executable: Any) -> Json:
+    """Return a MeshExecutable without its code, as JSON.
+
+    Raises:
+        NotKeptError: it has parts that another process cannot have.
+    """
+    import jax
+
+    if executable is None or getattr(executable, "_unloaded_executable", None) is None:
+        raise NotKeptError("jax kept no executable of it")
+    found = executable._unloaded_executable
+    if found.host_callbacks or found.keepalive:
+        raise NotKeptError("it calls Python")
+    if found.unordered_effects or found.ordered_effects:
+        raise NotKeptError("it has effects")
+    if found.mut is not None and (found.mut.in_mut or found.mut.out_mut):
+        raise NotKeptError("it changes a reference of jax")
+    if jax.process_count() > 1:
+        raise NotKeptError("it runs in several processes")
+    return {
+        "name": found.name,
+        "platform": found.backend.platform,
+        "devices": [device.id for device in found.device_list],
+        "inputs": [_aval_json(aval) for aval in found.input_avals],
+        "input_shardings": [sharding_json(each) for each in found.input_shardings],
+        "outputs": [_aval_json(aval) for aval in found.output_avals],
+        "output_shardings": [sharding_json(each) for each in found.output_shardings],
+        "committed": bool(found.committed),
+        "kept": sorted(found.kept_var_idx),
+        "plain_layouts": _no_layouts(found.dispatch_in_layouts),
+    }
+
+
+def _no_layouts(layouts: Sequence[Any]) -> bool:
+    if any(each is not None for each in layouts):
+        raise NotKeptError("it was given layouts of arguments")
+    return True
+
+
+def _aval_json(aval: Any) -> Json:
+    import jax
+
+    if type(aval) is not jax.core.ShapedArray:
+        raise NotKeptError(f"it takes or returns a {type(aval).__name__}")
+    mesh = aval.sharding.mesh
+    on_mesh = [] if mesh.empty else [[*_abstract_mesh_json(mesh), entries_of(aval.sharding.spec)]]
+    implementation = getattr(aval.dtype, "_impl", None)
+    if implementation is not None:
+        described = [implementation.name, list(aval.shape), "key", *on_mesh]
+    elif hasattr(aval.dtype, "_rules"):
+        raise NotKeptError(f"it takes or returns {aval}")
+    else:
+        kind = "weak" if aval.weak_type else ""
+        described = [aval.dtype.name, list(aval.shape), kind, *on_mesh]
+    made = aval_of(described)
+    if made != aval or str(made) != str(aval):
+        raise NotKeptError(f"it takes or returns {aval}")
+    return described
+
+
+def _abstract_mesh_json(mesh: Any) -> Json:
+    device = mesh.abstract_device
+    return [
+        list(mesh.axis_names),
+        list(mesh.axis_sizes),
+        [str(each) for each in mesh.axis_types],
+        None if device is None else [device.device_kind, device.num_cores, device.platform],
+    ]
+
+
+_OURS = os.path.dirname(__file__), os.path.dirname(jax_calls.__file__)
+_UNKNOWN = "a line not known"
+_MOST = 3
+"""Maximum number of lines in a reason."""
+_EQUINOX = os.path.join("equinox", "_errors.py")
+"""The file of equinox whose checks call Python: those of diffrax, lineax and optimistix, too."""
+
+
+class CallbackLines:
+    """Notes where the program asked for each function that an executable calls, when jax lowers it."""
+
+    def __init__(self) -> None:
+        self._lines: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+        def note(callback: Any, frames: list[tuple[str, int]]) -> None:
+            self._lines[callback] = _line(frames)
+
+        hook_callbacks(note)
+
+    def reason(self, executable: Any) -> str | None:
+        """Return why a MeshExecutable that calls Python is traced; None: it calls nothing."""
+        unloaded = getattr(executable, "_unloaded_executable", None)
+        callbacks = getattr(unloaded, "host_callbacks", None)
+        if not callbacks:
+            return None
+        lines = [*dict.fromkeys(self._lines.get(each, _UNKNOWN) for each in callbacks)]
+        more = f" and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
+        advice = "return the value instead, or put that part under a jax.jit of its own"
+        if all(_EQUINOX in each for each in lines):
+            advice = "EQX_ON_ERROR=nan makes such a check give NaN instead of an error"
+        return (
+            f"it calls Python at {', '.join(lines[:_MOST])}{more}, so it is traced, though not compiled: "
+            + advice
+        )
+
+
+def _line(frames: list[tuple[str, int]]) -> str:
+    """Return the innermost line of the program, and the file of the library between it and jax."""
+    frames = [(file, line) for file, line in frames if not file.startswith(_OURS)]
+    own = [f"{os.path.basename(file)}:{line}" for file, line in frames if not _is_library(file)]
+    library = os.sep.join(frames[0][0].split(os.sep)[-2:]) if frames else ""
+    if not own or not _is_library(frames[0][0]):
+        return own[0] if own else library or _UNKNOWN
+    return f"{own[0]} (in {library})"
+
+
+def _is_library(file: str) -> bool:
+    return "site-packages" in file

@@ -7,10 +7,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.pipeline.executable_jobs import planned_executables
 from prejit.compiler.pipeline.lower.program_lowering import lower
 from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
-from prejit.compiler.pipeline.planned_executables import planned_executables
 from prejit.compiler.pipeline.workspace import Workspace, find_code
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
@@ -60,7 +60,7 @@ class Project:
         progress.note = self.notes.append
         space = Workspace(plan, None, code, self.store, progress, None)  # it has no model
         self.lowered = {each.spec.name: lower(space, each) for each in plan.programs}
-        remember(space, self.lowered, space.parameters(), None)
+        remember(space, self.lowered, space.parameters())
         return {each.spec.name for each in plan.programs if each.lowered is None}
 
     def why(self):

@@ -18,7 +18,7 @@ from prejit.compiler.pipeline.lower import crew
 from prejit.compiler.pipeline.lower.crew import open_crew
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import lower, lower_own
-from prejit.compiler.pipeline.lower.trace_keeping import remember
+from prejit.compiler.pipeline.lower.trace_keeping import read_own, remember
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.workspace import Workspace
@@ -69,9 +69,10 @@ class Crewed(Project):
         weights = None if plan.model is None or own else open_weights(plan.model)
         before = Workspace.of(plan, store, self.progress)
         check(before, weights)
+        before = read_own(before)
         space = before.with_plan(lower_own(before))
         found = {each.spec.name: lower(space, each) for each in space.plan.programs}
-        remember(before, found, space.parameters(), space.plan.own)
+        remember(before, found, space.parameters())
         return forms(self.plan(store).programs)
 
     def crew(self, plan, store):
@@ -81,7 +82,6 @@ class Crewed(Project):
         """Lower all programs in two processes."""
         plan = self.plan(store)
         with self.crew(plan, store) as crew:
-            assert crew.check() is not None
             return crew.lower(plan, plan.programs, None, chosen=True)
 
 
@@ -140,24 +140,19 @@ def test_a_decoder_is_the_same(tmp_path, kind):
     made = Crewed(tmp_path, code, {}, f"[model]\n{source}\n{sizes}")
     expected = made.lower(made.one)
     assert forms(made.lower_apart(made.two).values()) == expected
-    plan, known = made.plan(made.two), made.plan(made.one).own
-    assert forms(plan.programs) == expected
-    if kind == "own":  # not their values, which the processes of tests compute with other settings
-        assert plan.own.parameters.keys() == known.parameters.keys()
+    assert forms(made.plan(made.two).programs) == expected
 
 
 @pytest.mark.parametrize("module", one_in(2, ["code_of_crew", "code_of_nobody"]))
 def test_a_mistake_reads_as_in_the_build(tmp_path, module):
-    """A module that is not there is found before anything is lowered."""
+    """Also one that keeps a process from beginning."""
     functions = {"f": SIX.replace("code_of_crew", module)}
     made = Crewed(tmp_path, "def f(x):\n    return x @ x.missing\n", functions)
     plan = made.plan(made.one)
     with pytest.raises(PrejitError) as expected:
         made.lower(made.two)
-    with pytest.raises(type(expected.value)) as caught:  # noqa: PT012
+    with pytest.raises(type(expected.value)) as caught:
         with made.crew(plan, made.one) as crew:
-            crew.check()
-            assert module == "code_of_crew"
             crew.lower(plan, plan.programs, None, chosen=True)
     assert caught.value.describe() == expected.value.describe()
 
@@ -195,7 +190,6 @@ def test_a_manifest_that_changed_or_was_made_in_python_is_lowered_by_the_build(t
     file = made.directory / "m.toml"
     file.write_text(file.read_text().replace("[3]", "[4]"))
     with made.crew(plan, made.one) as crew:
-        assert crew.check() is None
         assert crew.lower(plan, plan.programs, None, chosen=True) == {}
     [line] = made.notes
     assert line.endswith(f"in the process of the build: {file} has changed")
@@ -209,7 +203,6 @@ def test_a_build_that_fails_leaves_no_process_behind(tmp_path):
     plan = made.plan(made.one)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         with made.crew(plan, made.one) as crew:
-            crew.check()
             seen = [each.pid for each in crew._processes]
             raise KeyboardInterrupt
     assert len(seen) == 2

@@ -24,11 +24,11 @@ from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.model_layers import (
     check_generation,
     other_tokenizers,
-    pack_weights,
     special_ids,
     unread_settings,
     unread_similarity,
 )
+from prejit.compiler.pipeline.pack.weights_layer import pack_weights
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import HashedFile, find_published
 from prejit.compiler.pipeline.workspace import Workspace

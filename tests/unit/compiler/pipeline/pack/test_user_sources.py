@@ -11,38 +11,38 @@ def write(directory, **files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     (directory / "m.toml").write_text("")
-    program = Program("f", fn="code.first:f", args=["float32[2]"], params="steps")
+    program = Program("f", fn="own.first:f", args=["float32[2]"], params="steps")
     return Manifest("m", programs=[program], targets=["cpu-host"], path=directory / "m.toml")
 
 
 def test_modules_are_followed_through_every_kind_of_import(tmp_path):
     manifest = write(
         tmp_path,
-        code__first="import numpy, code.second\nfrom . import third\nfrom .deep.er import x\n",
-        code__second="def f():\n    from beside import y\n",
-        code__third="broken syntax (",
-        code__deep__er="from ..fourth import z",
-        code__fourth="import code.first",
+        own__first="import numpy, own.second\nfrom . import third\nfrom .deep.er import x\n",
+        own__second="def f():\n    from beside import y\n",
+        own__third="broken syntax (",
+        own__deep__er="from ..fourth import z",
+        own__fourth="import own.first",
         beside="import json",
         unused="",
     )
-    (tmp_path / "code" / "deep" / "package.txt").touch()
-    (tmp_path / "code" / "__init__.py").touch()
+    (tmp_path / "own" / "deep" / "package.txt").touch()
+    (tmp_path / "own" / "__init__.py").touch()
     found = {each.name for each in manifest_sources(manifest)}
     assert found == {
-        *("beside.py", "code/__init__.py", "code/deep/er.py", "code/first.py"),
-        *("code/fourth.py", "code/second.py", "code/third.py"),
+        *("beside.py", "own/__init__.py", "own/deep/er.py", "own/first.py"),
+        *("own/fourth.py", "own/second.py", "own/third.py"),
     }
 
 
 def test_a_directory_of_parameters_is_one_source(tmp_path):
-    manifest = write(tmp_path, code__first="")
+    manifest = write(tmp_path, own__first="")
     steps = tmp_path / "steps" / "1"
     steps.mkdir(parents=True)
     for name in ("a", "b"):
         (steps / name).write_text(name)
     first, source = manifest_sources(manifest)
-    assert first == SourceContent("manifest", "code/first.py", digest_of(b""))
+    assert first == SourceContent("manifest", "own/first.py", digest_of(b""))
     assert source.name == "steps/"
     assert digest_now(source, tmp_path) == source.digest
     (steps / "b").rename(steps / "c")

@@ -11,9 +11,8 @@ import numpy as np
 from tests.recipes import export
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
-from prejit.compiler.compile import executable_keys
-from prejit.compiler.compile.compile_jobs import Source
-from prejit.compiler.compile.executable_keys import executable_key
+from prejit.compiler.compile import compile_jobs
+from prejit.compiler.compile.compile_jobs import Source, executable_key
 from prejit.compiler.targets import cpu_count, toolchain
 from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.target_classes import catalogue
@@ -63,7 +62,7 @@ def test_cpus_count_by_kind_and_number(monkeypatch, tmp_path):
         other = re.sub(r"(model name\s*:).*", rf"\1 {name}", lines)
         described.write_text(re.sub(r"(cpu family\s*:).*", rf"\1 {family}", other))
         with monkeypatch.context() as patch:
-            patch.setattr(executable_keys, "host_cpu", lambda at=described: host_cpu(at))
+            patch.setattr(compile_jobs, "host_cpu", lambda at=described: host_cpu(at))
             found.append(ingredients(new(HOST), {}))
             assert "EPYC" not in str(found[-1])
     assert found[0] == found[1] != found[2]
@@ -128,7 +127,7 @@ def test_what_describes_a_gpu_and_our_code_are_in_the_key(monkeypatch):
     monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
     assert ingredients(for_gpu(), {}) != before
     before = ingredients(new(V3), {})
-    monkeypatch.setattr(executable_keys, "code_digest", lambda *all: f"sha256:of mended {all}")
+    monkeypatch.setattr(compile_jobs, "code_digest", lambda *all: f"sha256:of mended {all}")
     after = ingredients(new(V3), {})
     assert after != before
     assert "prejit.compiler.compile.worker.worker_compile" in dict(after)["our code"]
