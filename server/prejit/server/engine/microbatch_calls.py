@@ -359,6 +359,7 @@ def _has_batch_axis(program: ProgramEntry, takes: Sequence[Array], gives: Sequen
     masks = [array for array in takes if program.mask is not None and _is_mask(program, array)]
     return (
         BATCH in (program.pad or ())
+        and BATCH in program.bucket  # a call of another one is refused
         and any(BATCH in array.variables for array in takes)
         and all(array.variables.count(BATCH) <= 1 for array in takes)
         and all(array.variables.count(BATCH) == 1 for array in gives)

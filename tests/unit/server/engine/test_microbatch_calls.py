@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.unit.runtime.format.forging import program
 
 from prejit.compiler import Program
-from prejit.runtime import ClosedError, UsageError, load
+from prejit.runtime import ClosedError, RejectError, UsageError, load
+from prejit.server.engine.engine import Engine
 from prejit.server.engine.microbatch_calls import Calling
 from prejit.server.engine.request_recorder import Recorder
 from prejit.server.engine.sleeper import Sleeper
@@ -212,6 +214,13 @@ def test_after_close_no_program_takes_calls(calling):
     with pytest.raises(ClosedError, match="found one that is closed"):
         calling.call("total", (x_of(1),), {})
     calling.close()
+
+
+def test_a_program_without_the_size_that_it_pads_is_refused(recipe, tmp_path):
+    path = recipe.configured(program("score/b2", pad=("batch",))).write(tmp_path / "b")
+    engine = Engine(load(path))
+    with contextlib.closing(engine), pytest.raises(RejectError, match="size of 'batch'"):
+        engine.call("score", x=np.ones((2, 16), np.float32))
 
 
 EXIT = """
