@@ -28,6 +28,7 @@ class FakeRegistry:
     user: str | None = None  # `name:password` that its token service wants
     is_basic: bool = False  # the user is asked for without a token service
     has_referrers: bool = True  # if not, clients keep tags instead of this API
+    page_entries: int = 1000  # of the list of referrers
     has_tag_deletion: bool = True
     # Called with the method and the path of each request; it returns what happens instead of the answer:
     # a status, a status with headers, `cut` (half of the answer), `stall`, `wrong` (other bytes), `hang up`
@@ -135,7 +136,13 @@ class _RegistryHandler(QuietHandler):
         elif kind == "blobs":
             self.send(state.blobs.get((name, rest)), fault)
         elif kind == "referrers" and state.has_referrers:
-            self.send(referrers_index(state, name, rest), fault, content_type=INDEX)
+            start = int(query.get("last", ["0"])[0])
+            end = start + state.page_entries
+            index = json.loads(referrers_index(state, name, rest))
+            is_last = len(index["manifests"]) <= end
+            index["manifests"] = index["manifests"][start:end]
+            headers = {} if is_last else {"link": f'<{path}?last={end}>; rel="next"'}
+            self.send(json.dumps(index).encode(), fault, content_type=INDEX, **headers)
         elif kind == "tags":
             tags = [tag for at, tag in state.manifests if at == name and ":" not in tag]
             known = any(at == name for at, _ in state.manifests)

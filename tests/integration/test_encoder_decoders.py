@@ -139,3 +139,10 @@ def test_a_source_for_a_model_that_reads_none_is_told(tmp_path, run):
     plain = decoder_cases()[0]
     _, said = built(tmp_path, run, plain, [8], status=2)
     assert "generate.source: expected none" in said
+
+
+@pytest.mark.thorough
+def test_profile_gives_it_a_source_and_bench_refuses_it(transcriber_dir, run):
+    assert "encode/b2-n" in run("profile", transcriber_dir, "--seconds", "0.1").stdout
+    said = run("bench", transcriber_dir, status=2).stderr
+    assert "expected a model that continues prompts, found one that reads a source" in said

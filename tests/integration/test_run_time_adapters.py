@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests.decoders import write_random
 from tests.integration.test_serve import Process, over
+from tests.layouts import GOLDEN
 from tests.lettered import write_lettered
 from tests.manifests import write_manifest
 from tests.parity.adapter_cases import CASES, REFERENCE, write_adapter
@@ -432,7 +433,10 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
     page = httpx.get(f"{server.url}/metrics").text
     assert 'prejit_adapter_requests_total{adapter="a0",model_name="m"}' in page
     # A swap takes the adapters along, or leaves all as it was.
-    assert admin.post("/swap", json={"bundle": str(plain)}, timeout=60).status_code == 409
+    for wrong in (plain, GOLDEN / "call"):
+        refused = admin.post("/swap", json={"bundle": str(wrong)}, timeout=60)
+        assert refused.status_code == 409
+        assert "expected a bundle that takes adapters" in refused.text
     assert text("m:a0") == expected["m:a0"]
     write(own, 7)
     refused = admin.post("/swap", json={"bundle": str(other)}, timeout=60)

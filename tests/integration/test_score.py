@@ -41,6 +41,22 @@ def test_scores_are_those_of_sentence_transformers(scorer):
     assert np.abs(alone - scorer.score("", ["b c", "a"])).min() > 1e-4, "no query is no empty query"
 
 
+def test_a_scorer_is_profiled_and_measured(run, tmp_path):
+    (tmp_path / "model").mkdir()
+    write_scorer(tmp_path / "model")
+    run(
+        "build",
+        encoder_manifest(tmp_path / "m.toml", "shapes = [[4, 16]]"),
+        "-o",
+        tmp_path,
+        quick=True,
+    )
+    path = tmp_path / "m"
+    assert "/pool" in run("profile", path, "--seconds", "0.1").stdout
+    said = run("bench", path, "--runs", "1", "--seconds", "0.1").stdout
+    assert "exec to first result" in said
+
+
 def test_packed_batches_are_for_models_that_embed(run, tmp_path):
     (tmp_path / "model").mkdir()
     write_scorer(tmp_path / "model")
@@ -62,6 +78,16 @@ def test_what_cannot_be_scored_is_an_error(scorer, encoder_bundle):
     ):
         with pytest.raises(UsageError, match=why):
             scorer.score(query, documents)
+    engine = Engine(scorer)
+    for sentences, why in (
+        (["ab", "cd"], r"sentences\[0\]: expected a pair .*, found 'ab'"),  # of two letters each
+        ([("a", "b"), [1, 2, 3]], r"sentences\[1\]: expected a pair"),
+        ([(None, "a"), ("b", "c")], r"query\[0\]: expected text"),
+        ("ab", "sentences: expected a list of pairs"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            engine.submit_encode(sentences)
+    engine.close()
     with pytest.raises(UsageError, match="found one that scores pairs"):
         scorer.encode("a")
     with pytest.raises(UsageError, match="found one that embeds"):

@@ -41,6 +41,9 @@ def use_once(
         named = next(one for one in bundle.config.programs if one.name == program)
         bundle.runner_with_zeros(named)()
         first = seconds_since_exec()
+    elif bundle.config.encoder is not None and bundle.config.encoder.scores is not None:
+        bundle.score("a", "a")
+        first = seconds_since_exec()
     elif bundle.config.encoder is not None:
         # CLIP needs its end.
         bundle.encode([[*prompt[:-1], bundle.config.encoder.vocab_size - 1]])

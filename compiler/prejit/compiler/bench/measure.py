@@ -42,7 +42,7 @@ from prejit.compiler.bench.probes import (
 )
 from prejit.runtime.base.child_process import run_child
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.errors import ProcessError
+from prejit.runtime.errors import ProcessError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs.usage_hint import smallest_call
 
@@ -89,6 +89,11 @@ def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
     """Return what a fresh process does: as text, and as arguments of `bench_child.use_once`."""
     if bundle.config.decoder is not None:
         decoder = bundle.decoder
+        if decoder.source is not None:
+            raise UsageError(
+                f"{bundle.name}: expected a model that continues prompts, found one that reads a source",
+                hint="`prejit profile` measures it; `prejit generate --stats` has the times of one request",
+            )
         length = max(1, min(PROMPTS[0], decoder.contexts[-1] // 2))
         new_tokens = min(NEW_TOKENS, decoder.contexts[-1] - length)
         prompt = random_prompt(length, decoder.decoder.vocab_size, 0)
@@ -96,6 +101,8 @@ def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
         return what, {"program": None, "prompt": prompt, "new_tokens": new_tokens}
     if bundle.config.encoder is not None:
         length = min(PROMPTS[0], bundle.encoder.max_tokens)
+        if bundle.config.encoder.scores is not None:
+            return "a pair of short texts", {"program": None, "prompt": [], "new_tokens": 0}
         sentence = random_prompt(length, bundle.encoder.encoder.vocab_size, 0)
         what = f"a sentence of {length} tokens"
         return what, {"program": None, "prompt": sentence, "new_tokens": 0}

@@ -14,7 +14,7 @@ import click
 
 from prejit.compiler.cli.shared_options import BUNDLE_HERE, CACHE, DIR, FILE, PATH
 from prejit.runtime.cli.command_options import COUNT, JSON, VERBOSE
-from prejit.runtime.cli.output import print_json
+from prejit.runtime.cli.output import print_json, print_text
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
@@ -356,7 +356,7 @@ def plan(
         # What is lowered anew may become a program that the store has, and equal programs compile once.
         most = "at most " if left else ""
         rest = f" ({traced} {TRACED}, which shows whether a store has them)" if traced else ""
-        click.echo(
+        print_text(
             f"\n{counted(len(executables), 'program')}: {counts[CACHED]} cached, "
             f"{most}{left} to compile{rest}"
         )
@@ -379,11 +379,11 @@ def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     rows = [["program", *targets]] + [
         [name, *(cells[target] for target in targets)] for name, cells in states.items()
     ]
-    click.echo(aligned(rows))
+    print_text(aligned(rows))
     if found := reasons(executables):
-        click.echo("\nwhy:")
+        print_text("\nwhy:")
     for reason, count in found.items():
-        click.echo(f"  {count:>4} x  {reason}")
+        print_text(f"  {count:>4} x  {reason}")
 
 
 REBUILD_DIFFERS = 8
@@ -442,7 +442,6 @@ def rebuild(
 
 def _print_rebuilt(found: Rebuilt) -> None:
     from prejit.runtime.base.wording import table
-    from prejit.runtime.errors import printable
 
     groups: dict[tuple[str, str], list[ComparedPart]] = {}
     for each in found.parts:
@@ -455,15 +454,15 @@ def _print_rebuilt(found: Rebuilt) -> None:
             if (count := sum(each.verdict == verdict for each in parts))
         ]
         rows.append((kind, target or "all", ", ".join(counts).replace("differs", "DIFFERS")))
-    click.echo(table(("part", "target", "rebuilt"), rows))
+    print_text(table(("part", "target", "rebuilt"), rows))
     for each in found.parts:
         if each.verdict != "equal":
             name = " ".join(filter(None, (each.kind, each.name, each.target)))
             verdict = each.verdict.replace("differs", "DIFFERS")
             why = f" ({each.reason})" if each.reason and each.reason != each.detail else ""
-            click.echo(printable(f"{verdict} {name}: {each.detail}{why}"))
+            print_text(f"{verdict} {name}: {each.detail}{why}")
     same = found.digest == found.rebuilt
-    click.echo(
+    print_text(
         f"\n{found.path}: {found.digest[:19]}, rebuilt "
         + ("to the same bytes" if same else f"as {found.rebuilt[:19]}")
         + f": {len(found.findings)} findings"

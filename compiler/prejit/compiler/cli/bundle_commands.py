@@ -167,31 +167,31 @@ def diff(before: str, after: str, measures: bool, as_json: bool) -> int:
 
 def _print_difference(found: BundleDifference) -> None:
     if found.is_equal:
-        click.echo(f"equal: {found.before}")
+        print_text(f"equal: {found.before}")
         return
-    click.echo(f"{found.before[:19]} -> {found.after[:19]}")
+    print_text(f"{found.before[:19]} -> {found.after[:19]}")
     for target, versions in found.versions.items():
         changes = (f"{name} {was} -> {now}" for name, (was, now) in versions.items())
-        click.echo(f"{target}: built with {', '.join(changes)}")
+        print_text(f"{target}: built with {', '.join(changes)}")
     for target, axes in found.requirements.items():
         for name, (was, now) in axes.items():
-            click.echo(f"{target}: needs {name} {shortened(now, 60)}, needed {shortened(was, 60)}")
+            print_text(f"{target}: needs {name} {shortened(now, 60)}, needed {shortened(was, 60)}")
     for target, layers in found.layers.items():
         for name, sizes in layers.items():
             layer = name.removeprefix("application/vnd.prejit.")
-            click.echo(f"{target}: layer {layer} differs: {_sizes(sizes)}")
+            print_text(f"{target}: layer {layer} differs: {_sizes(sizes)}")
     new = sum(each.has_new_program for each in found.changed)
-    click.echo(
+    print_text(
         f"programs: {len(found.added)} added, {len(found.removed)} removed, {new} changed, "
         f"{len(found.changed) - new} compiled differently, {found.same} the same"
     )
     for sign, names in (("+", found.added), ("-", found.removed)):
         for name in names:
-            click.echo(f"{sign} {name}")
+            print_text(f"{sign} {name}")
     for each in found.changed:
-        click.echo(f"~ {each.program} for {each.target}")
+        print_text(f"~ {each.program} for {each.target}")
         for line in _lines(each):
-            click.echo(f"    {line}")
+            print_text(f"    {line}")
 
 
 def _lines(each: ProgramDifference) -> list[str]:
@@ -243,7 +243,7 @@ def _print_speed(speed: Speed) -> None:
     from prejit.compiler.bench.bench_page import spelled, spelled_ratio
 
     if speed.why_not:
-        click.echo(f"\nspeed was not measured: {speed.why_not}")
+        print_text(f"\nspeed was not measured: {speed.why_not}")
         return
     rows: list[Sequence[str]] = [
         (
@@ -257,8 +257,8 @@ def _print_speed(speed: Speed) -> None:
     ]
     slower = sum(row.verdict == "slower" for row in speed.rows)
     faster = sum(row.verdict == "faster" for row in speed.rows)
-    click.echo(f"\nspeed: {slower} slower, {faster} faster, {len(rows) - slower - faster} the same")
-    click.echo(table(("program", "before", "after", "ratio", "spread", ""), rows))
+    print_text(f"\nspeed: {slower} slower, {faster} faster, {len(rows) - slower - faster} the same")
+    print_text(table(("program", "before", "after", "ratio", "spread", ""), rows))
 
 
 @click.command(

@@ -12,7 +12,7 @@ import click
 from prejit.compiler.cli.shared_options import CACHE
 from prejit.runtime.base.wording import size, table
 from prejit.runtime.cli.command_options import JSON, SIZE
-from prejit.runtime.cli.output import print_json
+from prejit.runtime.cli.output import print_json, print_text
 
 if TYPE_CHECKING:
     from prejit.compiler.garbage import Found
@@ -76,8 +76,8 @@ def gc(
         return 0
     _print_collection(result.found, dry_run)
     if result.builds_running:
-        click.echo("\na build is running: what was used in the last day stays")
-    click.echo(f"\n{'would free' if dry_run else 'freed'} {size(freed)}")
+        print_text("\na build is running: what was used in the last day stays")
+    print_text(f"\n{'would free' if dry_run else 'freed'} {size(freed)}")
     return 0
 
 
@@ -98,7 +98,7 @@ def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json:
         return
     verb = "would remove" if dry_run else "removed"
     for each in done:
-        click.echo(
+        print_text(
             f"{each.name}: {verb} {each.removed} files, {size(each.freed_bytes)}; kept {each.kept}, "
             f"{size(each.kept_bytes)}"
         )
@@ -112,7 +112,7 @@ def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
         counts = (str(len(gone)), size(sum(gone)), str(len(kept)), size(sum(kept)))
         rows.append((kind, *counts))
     verbs = ("to remove", "to free") if dry_run else ("removed", "freed")
-    click.echo(table(("", *verbs, "kept", "size"), rows))
+    print_text(table(("", *verbs, "kept", "size"), rows))
     for each in found:
         if each.kind == "environments" and each.reason:
-            click.echo(f"  environment of {each.name}: {each.reason}, {size(each.size)}")
+            print_text(f"  environment of {each.name}: {each.reason}, {size(each.size)}")

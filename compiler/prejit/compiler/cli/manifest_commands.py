@@ -11,7 +11,7 @@ import click
 
 from prejit.compiler.cli.shared_options import FILE, PATH
 from prejit.runtime.cli.command_options import COUNT, JSON, Number
-from prejit.runtime.cli.output import print_json
+from prejit.runtime.cli.output import print_json, print_text
 
 if TYPE_CHECKING:
     from prejit.compiler.checking.subject import Finding
@@ -80,10 +80,10 @@ def _print_targets(listed: Sequence[Listed]) -> None:
                 notes.setdefault(note, [])
             if each.note:
                 notes.setdefault(each.note, []).append(found.name)
-        click.echo(table((platform, *heads[platform], "builds here"), rows))
+        print_text(table((platform, *heads[platform], "builds here"), rows))
         for note, names in notes.items():
-            click.echo(f"  {', '.join(names)}: {note}" if names else f"  {note}")
-        click.echo("")
+            print_text(f"  {', '.join(names)}: {note}" if names else f"  {note}")
+        print_text("")
 
 
 @click.command(
@@ -256,16 +256,16 @@ def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[floa
     if any(each.beyond for each in columns):
         rows.append(("requests longer than that", *(f"{each.beyond}" for each in columns)))
     head = ["", *(("today",) if today is not None else ()), "suggested"]
-    click.echo(table(head, rows))
+    print_text(table(head, rows))
     if len(suggested.axes) == 2:
-        click.echo(
+        print_text(
             "\nThe log has neither times nor batches: the batches are "
             + ("those of today." if today is not None else "a guess.")
         )
     section = "encode" if isinstance(suggested.table, Encode) else "generate"
-    click.echo(f"\n[{section}]")
+    print_text(f"\n[{section}]")
     for name, sizes in _sizes(suggested).items():
-        click.echo(f"{name} = {sizes}")
+        print_text(f"{name} = {sizes}")
 
 
 @click.command(
@@ -328,7 +328,7 @@ def check_model(
     from prejit.compiler.checking.adapter_room import describe_adapter, is_adapter
 
     if is_adapter(published):
-        click.echo(describe_adapter(published))
+        print_text(describe_adapter(published))
         return 0
     if published.is_dir():
         _print_published(published)
@@ -362,28 +362,27 @@ def _print_published(directory: Path, weights: Path | None = None) -> None:
         for each in found.sizes
     ]
     head = ("dtype", "weights", "memory to build", "read for a token")
-    click.echo(table((*head, *(["tokens/s at most"] if decodes else [])), rows))
+    print_text(table((*head, *(["tokens/s at most"] if decodes else [])), rows))
     if decodes:
-        click.echo(
+        print_text(
             f"\ntokens/s: of one text, at {rate / 1e9:.1f} GB/s from memory, measured just now"
         )
     reads = (
         f"texts up to {found.positions:,} tokens" if found.positions else "it reads images alone"
     )
-    click.echo(
+    print_text(
         f"\n{found.family}, for [{found.section}]: {found.parameters:,} parameters in {found.tensors} "
         f"arrays, all used; {reads}"
     )
     if found.cache_bytes is not None:
         whole = size(found.cache_bytes * found.positions)
-        click.echo(f"KV cache in float32: {size(found.cache_bytes)} for a token, {whole} for all")
+        print_text(f"KV cache in float32: {size(found.cache_bytes)} for a token, {whole} for all")
     if found.positions and not found.tokenizer:
-        click.echo(f"missing: {directory / 'tokenizer.json'}; requests have to give token ids")
+        print_text(f"missing: {directory / 'tokenizer.json'}; requests have to give token ids")
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
     from prejit.runtime.base.wording import table
-    from prejit.runtime.errors import printable
 
     rows = [
         (
@@ -393,10 +392,10 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         )
         for finding in findings
     ]
-    click.echo(table(("check", "result", "worst difference"), rows))
+    print_text(table(("check", "result", "worst difference"), rows))
     failed = [finding for finding in findings if not finding.passed]
     for finding in failed:
-        click.echo(printable(f"\n{finding.name}: {finding.found}\n  change: {finding.change}"))
-    click.echo(
+        print_text(f"\n{finding.name}: {finding.found}\n  change: {finding.change}")
+    print_text(
         f"\n{len(findings)} checks: {len(findings) - len(failed)} passed, {len(failed)} failed"
     )

@@ -126,6 +126,9 @@ class BucketChoice:
             larger.append(chosen)
         if larger:
             best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
+            self._programs[
+                best.program.name
+            ]  # checked before anything is as large as its table says
             arrays = self._programs.arguments(best.program.name)
             return best._replace(values=list(map(padded, arrays, best.values)))
         if (specialized := self._specialized(name, static, known)) is not None:

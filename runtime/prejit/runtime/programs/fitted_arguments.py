@@ -31,6 +31,8 @@ from prejit.runtime.programs.placing import is_random_key
 EVERYTHING: Final = object()
 """In place of a mask that the caller leaves out: true for all that the caller gave."""
 
+_TRUE: Final = np.ones((), np.bool_)  # in the place of a mask until its sizes are known
+
 Value = np.ndarray[Any, Any] | OnDevice | Held
 
 
@@ -54,7 +56,7 @@ def fit(
     masks = [place for place, value in enumerate(given) if value is EVERYTHING]
     for array, leaf, value in zip(arrays, leaves, given, strict=True):
         if value is EVERYTHING:
-            values.append(np.ones(array.shape, np.bool_))
+            values.append(_TRUE)
             continue
         found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
         is_wide = array.dtype == _NARROW.get(found.dtype) and isinstance(found, np.ndarray)
@@ -84,11 +86,9 @@ def fit(
         for name, extent in zip(array.variables, array.shape, strict=False)
         if name in open_sizes
     }
-    if all(largest[name] == size for name, size in sizes.items()):
-        return values, {}
     for place in masks:
         values[place] = np.ones(arrays[place].shape_at(sizes), np.bool_)
-    return values, sizes
+    return values, {} if all(largest[name] == size for name, size in sizes.items()) else sizes
 
 
 _NARROW = {

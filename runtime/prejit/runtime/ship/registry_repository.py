@@ -222,23 +222,37 @@ class Registry:
 
     def _listed_referrers(self, digest: str) -> list[Any]:
         """Return the descriptors of what refers to a digest, by the API or by the tag instead of it."""
-        answer = None
+        where = f"{self.name} (referrers of {digest})"
+        listed, pages = list[Any](), 0
         if self._has_referrers:
-            answer = self._client.read(f"referrers/{digest}", limits.MAX_INDEX_BYTES)
-            self._has_referrers = answer is not None  # a registry with the API never answers 404
-        if answer is not None:
-            content = answer[1]
-        elif (fallback := self.find_manifest(_fallback_tag(digest))) is not None:
-            content = fallback[1]
-        else:
-            return []
-        listed = parse_object(content).get("manifests", content)
-        if not isinstance(listed, list | None):
-            # None of them would be an answer, too: a bundle would arrive without its signatures.
-            raise RejectError(
-                f"{self.name} (referrers of {digest})", f"expected an index, found {content[:80]!r}"
-            )
-        return listed or []
+            for content in self._pages(f"referrers/{digest}", limits.MAX_INDEX_BYTES, "referrers"):
+                pages += 1
+                listed += _listed(content, where)
+                if len(listed) > limits.MAX_ROOT_ENTRIES:
+                    most = limits.MAX_ROOT_ENTRIES
+                    raise RejectError(where, f"expected at most {most}, found more")
+            self._has_referrers = pages > 0  # a registry with the API never answers 404
+        if pages or (fallback := self.find_manifest(_fallback_tag(digest))) is None:
+            return listed
+        return _listed(fallback[1], where)
+
+    def _pages(self, path: str, most_bytes: int, what: str) -> Iterator[bytes]:
+        """Yield the pages of a list; none: there is no such list."""
+        is_first = True
+        for _ in range(_MOST_PAGES):
+            if (answer := self._client.read(path, most_bytes)) is None:
+                if is_first:
+                    return
+                raise StoreError(f"{self.name}: {path:.80}: not found", hint="try again")
+            response, content = answer
+            yield content
+            is_first, path = False, response.links.get("next", {}).get("url", "")
+            if not path:
+                return
+        raise StoreError(
+            f"{self.name}: expected at most {_MOST_PAGES} pages of {what}, found one more",
+            hint="name a tag or a digest: only the list of all tags is refused",
+        )
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
@@ -249,24 +263,17 @@ class Registry:
             ]
 
     def _tag_names(self) -> list[str]:
-        names, path = list[str](), "tags/list?n=1000"
-        for _ in range(_MOST_PAGES):
-            answer = self._client.read(path, _MOST_PAGE_BYTES)
-            if answer is None:
-                raise StoreError(f"{self.name}: not found", hint="push a bundle first: prejit push")
-            response, content = answer
+        names, is_there = list[str](), False
+        for content in self._pages("tags/list?n=1000", _MOST_PAGE_BYTES, "tags"):
+            is_there = True
             found = parse_object(content).get("tags") or []
             if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
                 raise RejectError(self.name, f"expected a list of tags, found {content[:80]!r}")
             names += found
             check_count(names, self.name)
-            path = response.links.get("next", {}).get("url", "")
-            if not path:
-                return names
-        raise StoreError(
-            f"{self.name}: expected at most {_MOST_PAGES} pages of tags, found one more",
-            hint="name a tag or a digest: only the list of all tags is refused",
-        )
+        if not is_there:
+            raise StoreError(f"{self.name}: not found", hint="push a bundle first: prejit push")
+        return names
 
     def resolve(self, tag: str) -> str:
         """See `Repository.resolve`."""
@@ -357,6 +364,15 @@ class Registry:
                 hint="name the digest, which removes all its tags, or use the registry's own interface",
             )
         return 0
+
+
+def _listed(content: bytes, where: str) -> list[Any]:
+    """Return the entries of an index of referrers."""
+    listed = parse_object(content).get("manifests", content)
+    if not isinstance(listed, list | None):
+        # None of them would be an answer, too: a bundle would arrive without its signatures.
+        raise RejectError(where, f"expected an index, found {content[:80]!r}")
+    return listed or []
 
 
 def _fallback_tag(digest: str) -> str:

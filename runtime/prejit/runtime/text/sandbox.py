@@ -59,6 +59,8 @@ def parse(sandbox: Sandbox, source: str) -> Template:
         raise ValueError(f"line {error.lineno}: {error.message}") from error
     except (RecursionError, SyntaxError, MemoryError) as error:  # in the Python code made from it
         raise ValueError(f"line 1: expected a template, found {type(error).__name__}") from error
+    except TypeError as error:  # Jinja computes constants, such as a dict whose key is a list
+        raise ValueError(f"line 1: {error}") from error
 
 
 def check_template(source: str) -> None:

@@ -167,6 +167,8 @@ def _of_bundle(path: str, seconds: float, show: Callable[[str], None], **loading
 
 def _work(bundle: Bundle, engine: Engine) -> Callable[[], object]:
     """Return what a bundle does again and again: as many requests as run together, or all calls."""
+    import numpy as np
+
     from prejit.runtime.device.transfer import aligned_zeros, dtype_of
 
     if bundle.config.decoder is not None:
@@ -174,18 +176,29 @@ def _work(bundle: Bundle, engine: Engine) -> Callable[[], object]:
         length = min(_PROMPT_TOKENS, max(1, context // 4))
         new = max(1, min(_NEW_TOKENS, context - length))
         order = random.Random(0)  # noqa: S311 (no secret)
+        source = None
+        if (read := bundle.decoder.source) is not None:
+            longest = max(
+                p.bucket["source"] for p in bundle.decoder.entries() if p.kind == "encode"
+            )
+            source = np.zeros(read.shape_at({"source": longest})[1:], dtype_of(read.dtype))
 
         def generate() -> object:
             waiting = []
             for _ in range(max(bundle.decoder.batches)):
                 prompt = order.choices(range(vocabulary), k=length)  # no prefix is known
-                waiting.append(engine.submit(prompt, max_new_tokens=new, stop_token_ids=()))
+                waiting.append(
+                    engine.submit(prompt, source=source, max_new_tokens=new, stop_token_ids=())
+                )
             return [each.result() for each in waiting]
 
         return generate
     if bundle.config.encoder is not None:
         end = bundle.config.encoder.vocab_size - 1  # CLIP needs it
-        sentence = [*[1] * (min(32, bundle.encoder.max_tokens) - 1), end]
+        count = min(32, bundle.encoder.max_tokens)
+        words = "a " * (count // 4)
+        scores = bundle.config.encoder.scores is not None  # which takes pairs of texts
+        sentence = (words, words) if scores else [*[1] * (count - 1), end]
         return lambda: engine.submit_encode([sentence] * 4).result()
     programs = bundle.user_programs.programs
     calls = [

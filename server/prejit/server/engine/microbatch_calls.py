@@ -226,6 +226,12 @@ class Calling:
             takes, gives = programs.arguments(last.name), programs.results(last.name)
             if not all(_has_batch_axis(p, takes, gives) for p in members):
                 return ()
+            forms = {
+                tuple(map(_form, (*programs.arguments(p.name), *programs.results(p.name))))
+                for p in members
+            }
+            if len(forms) > 1:  # rows of one do not fit into another
+                return ()
             families.append(
                 _Family(
                     tuple(program.bucket[BATCH] for program in members),
@@ -354,11 +360,17 @@ def _axis(array: Array) -> int | None:
     return array.variables.index(BATCH) if BATCH in array.variables else None
 
 
+def _form(array: Array) -> tuple[Any, ...]:
+    """Return what an array has in all buckets of a family."""
+    return array.path, array.dtype, array.weak, array.variables, array.shape_at({BATCH: 0})
+
+
 def _has_batch_axis(program: ProgramEntry, takes: Sequence[Array], gives: Sequence[Array]) -> bool:
     """Return whether rows of several callers may share a run of a program."""
     masks = [array for array in takes if program.mask is not None and _is_mask(program, array)]
     return (
         BATCH in (program.pad or ())
+        and BATCH in program.bucket  # a call of another one is refused
         and any(BATCH in array.variables for array in takes)
         and all(array.variables.count(BATCH) <= 1 for array in takes)
         and all(array.variables.count(BATCH) == 1 for array in gives)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
+from prejit.runtime.base import arguments
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats, in_order
 from prejit.runtime.encoding.sentences import (
     OnTooLong,
@@ -108,8 +109,13 @@ class Encoding:
         encoder, text = self._encoder, self._text
         if encoder.encoder.scores is None:
             return tokenize(encoder, text, sentences, on_too_long, prompt_name)
-        queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
-        query = None if queries and queries[0] is None else queries
+        listed = arguments.items("sentences", sentences, "a list of pairs")
+        for place, each in enumerate(listed):
+            if not isinstance(each, tuple | list) or len(each) != 2:
+                expected = "a pair of a query and a document: this model scores"
+                arguments.refuse(f"sentences[{place}]", expected, each)
+        queries, documents = [each[0] for each in listed], [each[1] for each in listed]
+        query = queries if any(each is not None for each in queries) else None
         return tokenize_pairs(encoder, text, query, documents, on_too_long, instruction)
 
     def submit(

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from prejit.runtime.errors import UsageError
+from prejit.runtime.format.limits import MAX_DIMENSIONS
 
 
 class InferInput(msgspec.Struct, kw_only=True):
@@ -303,12 +304,14 @@ def to_json(array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def _elements(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> int:
-    count = math.prod(shape)
-    if count * dtype.itemsize > _MAX_BYTES or any(extent < 0 for extent in shape):
+    # NumPy refuses large extents beside one of 0, too.
+    most = math.prod(max(1, extent) for extent in shape) * dtype.itemsize
+    if most > _MAX_BYTES or len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
         raise UsageError(
-            f"{where}: shape: expected extents of 0 or more, found {list(shape)!r:.80}"
+            f"{where}: shape: expected at most {MAX_DIMENSIONS} extents of 0 or more, of at most "
+            f"{_MAX_BYTES} bytes, found {list(shape)!r:.80}"
         )
-    return count
+    return math.prod(shape)
 
 
 def _name(dtype: np.dtype[Any]) -> str:

@@ -60,11 +60,12 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
     body = await read(request, DECODER, settings)
     check_only(body, {"store": False, "background": False, "prompt_logprobs": None})
     check_fields(body)
-    if body.top_logprobs is not None and not body.include:
+    wants_logprobs = _wants_logprobs(body)
+    if body.top_logprobs is not None and not wants_logprobs:
         raise field_error(
             "top_logprobs", "expected include with 'message.output_text.logprobs' beside it"
         )
-    top = (body.top_logprobs or 0) if body.include else None
+    top = (body.top_logprobs or 0) if wants_logprobs else None
     asked = engine_calls.asked(
         models, settings, request, body, most="max_output_tokens", logprobs=top
     )
@@ -161,13 +162,17 @@ def _needed(item: InputItem, name: str, where: str) -> Any:
     return value
 
 
+def _wants_logprobs(body: ResponseRequest) -> bool:
+    return "message.output_text.logprobs" in (body.include or ())
+
+
 class _Answer:
     """The response to a request, whole or in events."""
 
     def __init__(self, body: ResponseRequest, served: Served, tools: Tools) -> None:
         self._body = body
         self._reader = tools.reader()
-        self._names = token_names(served, wanted=bool(body.include))
+        self._names = token_names(served, wanted=_wants_logprobs(body))
         builtins = msgspec.to_builtins
         text = {"format": {"type": "text"}}
         if body.text is not None and body.text.format is not None:

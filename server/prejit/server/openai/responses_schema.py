@@ -177,7 +177,8 @@ class ResponseRequest(Sampled, frozen=True, kw_only=True):
         tools: functions that the model may call.
         tool_choice: whether it may, or must, and which one, or which ones.
         parallel_tool_calls: whether an answer may have several calls.
-        include: `message.output_text.logprobs` returns log-probabilities.
+        include: `message.output_text.logprobs` returns log-probabilities. `reasoning.encrypted_content` has
+            no effect, as no answer has a part for reasoning.
         top_logprobs: how many of the most likely tokens these have.
         metadata: returned as it is.
         reasoning: its effort is a variable of the chat template.
@@ -197,7 +198,9 @@ class ResponseRequest(Sampled, frozen=True, kw_only=True):
         Literal["none", "auto", "required"] | ChosenResponseTool | AllowedResponseTools | None
     ) = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
     top_logprobs: Logprobs | None = None
     reasoning: ReasoningField | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -59,6 +59,11 @@ def carry(before: Served, after: Served) -> None:
         CheckpointError, UntrustedError: one does not fit it, or must not be loaded.
     """
     serving = adapters_of(before.bundle)
+    if serving and after.bundle.config.decoder is None:
+        raise UsageError(
+            f"{after.name}: expected a bundle that takes adapters, found {after.bundle.name}",
+            hint="unload the adapters first, or serve this bundle under another name",
+        )
     for name, adapter in adapters_of(after.bundle).items():
         if name not in serving or serving[name].digest != adapter.digest:
             after.bundle.adapters.unload(name)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from tests.unit.runtime.format.forging import replaced
 
 from prejit.compiler import Program, build
 from prejit.compiler.bench.bench_report import Ratio
@@ -69,6 +70,12 @@ def test_what_changed_is_named_and_the_command_has_the_status_of_diff(bundles, c
     assert (described["equal"], described["speed"]) == (False, None)
     changed = {each["program"]: each["operations"] for each in described["changed"]}
     assert changed["score"] == {"stablehlo.dot_general tensor<64x64xf32>": [1, 2]}
+
+
+def test_names_of_a_bundle_send_nothing_to_a_terminal(recipe, tmp_path, capsys):
+    wrong = recipe.configured(replaced(versions={"jax": "\x1b[31m\u202e"})).write(tmp_path / "b")
+    assert run(["diff", str(recipe.write(tmp_path / "a")), str(wrong)]) == 1
+    assert r"\x1b[31m\u202e" in capsys.readouterr().out
 
 
 def test_damage_is_an_error_no_difference(bundles, tmp_path):

@@ -60,7 +60,7 @@ def forged_golden(path, name, change):
     """A golden bundle of another config, with right digests everywhere."""
     with Layout(GOLDEN / name) as layout:
         root = read_root(layout)
-        [target] = match(root, Fingerprint.current())
+        target, *_ = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
         kept = [(at.mediaType, layout.read_blob(at)) for at in contents.manifest.layers]
     layers = tuple(layer(media_type, content, "title") for media_type, content in kept)
@@ -82,6 +82,14 @@ def test_9_a_table_asks_for_no_memory_that_programs_do_not_take(tmp_path, no_war
     loaded = load(forged_golden(tmp_path / "b", "decoder", huge_vocabulary))
     with in_little_memory(64 << 20), pytest.raises(RejectError, match=r"float32.*2147483647"):
         loaded.generate([1, 2, 3], max_new_tokens=2)
+
+    def many_rows(config):
+        plain = to_json(config).decode().replace('"rows":4', '"rows":16777216')
+        return from_json(Config, re.sub(r"32\[4,", "32[16777216,", plain).encode(), PATH)
+
+    loaded = load(forged_golden(tmp_path / "c", "call", many_rows))
+    with in_little_memory(64 << 20), pytest.raises(RejectError, match=r"float32.*16777216"):
+        loaded.call("repeat", x=np.ones((2, 2), np.float32), times=2)
 
 
 RAW = bytes(range(256)) * 64

@@ -278,6 +278,9 @@ def test_7_an_array_that_its_mesh_does_not_split_or_that_is_none_is_rejected(tex
     "change",
     [
         program(SCORE, results=("[ ] float32[2,4]",)),
+        program(SCORE, pad=("rows",)),
+        program(SCORE, arguments=('["x"] float32[2,16] ~rows,',), bucket={"rows": 3}),
+        program(SCORE, mask="x"),
         replaced(weight_sets={"score": ("score:nothing",)}),
         replaced(mesh=Mesh(1, 2), weight_shardings={"score:bias": "tensor,"}),
     ],

@@ -22,15 +22,16 @@ from .conftest import GOLDEN, audited, moved, place_at
 
 @pytest.fixture
 def fleet(tmp_path):
-    """A bundle of four targets, to which something is attached, and something to that."""
+    """A bundle of four targets, to which something is attached, and two things to that."""
     path = tmp_path / "fleet"
     shutil.copytree(GOLDEN / "fleet", path)
     with Layout(path) as layout:
         subject = read_root(layout).subject
     parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
     at = attach(path, subject, PARTS_MEDIA_TYPE, [parts], {})
-    signature = f'{{"mediaType":"{SIGNATURE_MEDIA_TYPE}"}}'.encode()
-    attach(path, at, SIGNATURE_MEDIA_TYPE, [Part(SIGNATURE_MEDIA_TYPE, signature)], {})
+    for signature in (f'{{"mediaType":"{SIGNATURE_MEDIA_TYPE}"{end}' for end in ("}", " }")):
+        part = Part(SIGNATURE_MEDIA_TYPE, signature.encode())
+        attach(path, at, SIGNATURE_MEDIA_TYPE, [part], {})
     return path
 
 
@@ -40,7 +41,7 @@ def content(path):
 
 @pytest.mark.parametrize("has_referrers", [True, False])
 def test_a_registry_has_all_bytes_and_mounts_blobs_elsewhere(has_referrers, fleet, tmp_path):
-    with fake_registry(has_referrers=has_referrers) as registry:
+    with fake_registry(has_referrers=has_referrers, page_entries=1) as registry:
         first = moved(fleet, f"oci://{registry.host}/a:v1")
         assert first.present_bytes == 0
         uploads = registry.count("PUT", "/uploads/")
@@ -54,7 +55,7 @@ def test_a_registry_has_all_bytes_and_mounts_blobs_elsewhere(has_referrers, flee
             assert third.moved_bytes == sum(map(len, set(registry.manifests.values())))
         moved(f"oci://{registry.host}/b:v2", tmp_path / "back")
     assert content(tmp_path / "back") == content(fleet)
-    assert audited(tmp_path / "back").attached_count == 2
+    assert audited(tmp_path / "back").attached_count == 3
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])

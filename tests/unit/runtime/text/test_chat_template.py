@@ -348,9 +348,12 @@ def test_a_template_that_does_not_parse_says_its_line(source):
         check_template(source)
     with pytest.raises(RejectError, match=r"chat\.json: chat template 'default': line 2: "):
         render(source)
-    for deep in ("{{ " + "(" * 50_000, "{% if x %}" * 5_000 + "{% endif %}" * 5_000):
+    for wrong in (
+        *("{{ " + "(" * 50_000, "{% if x %}" * 5_000 + "{% endif %}" * 5_000),
+        "{{ {[]: 1} }}",
+    ):
         with pytest.raises(ValueError, match="line 1"):  # and no crash of the parser
-            check_template(deep)
+            check_template(wrong)
 
 
 def test_a_bundle_gives_the_tokens_of_transformers_or_says_what_it_lacks(recipe, tmp_path):

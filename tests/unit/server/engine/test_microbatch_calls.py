@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.unit.runtime.format.forging import changed
 
 from prejit.compiler import Program
-from prejit.runtime import ClosedError, UsageError, load
+from prejit.runtime import ClosedError, RejectError, UsageError, load
+from prejit.server.engine.engine import Engine
 from prejit.server.engine.microbatch_calls import Calling
 from prejit.server.engine.request_recorder import Recorder
 from prejit.server.engine.sleeper import Sleeper
@@ -212,6 +214,31 @@ def test_after_close_no_program_takes_calls(calling):
     with pytest.raises(ClosedError, match="found one that is closed"):
         calling.call("total", (x_of(1),), {})
     calling.close()
+
+
+def padded(config):
+    for n in (2, 8):
+        sizes = {"bucket": {"batch": n}, "pad": ("batch",)}
+        sizes |= {"arguments": (f'["x"] float32[{n},16] ~batch,',)}
+        config = changed(config, f"score/b{n}", **sizes, results=(f"[] float32[{n},4] ~batch,",))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bucket": {}}, "size of 'batch'"),
+        ({"arguments": ('["x"] float32[4]',)}, "score/b8: x: expected float32"),
+    ],
+)
+def test_buckets_that_differ_in_more_than_their_rows_share_no_runs(change, said, recipe, tmp_path):
+    forged = recipe.configured(lambda config: changed(padded(config), "score/b2", **change))
+    engine = Engine(load(forged.write(tmp_path / "b")))
+    with (
+        contextlib.closing(engine),
+        pytest.raises((RejectError, UsageError), match=said),
+    ):
+        engine.call("score", x=np.ones((9, 16), np.float32))
 
 
 EXIT = """

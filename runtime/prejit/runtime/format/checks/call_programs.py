@@ -50,7 +50,8 @@ def check_programs(config: Config, path: str) -> None:
 
 @rejecting
 def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
-    """7. Return the values of a program's static arguments by name, and check those of its `state`."""
+    """7. Return the values of a program's static arguments by name; check its `state`, sizes and mask."""
+    _check_sizes(program)
     values: dict[str, Constant] = {}
     static = program.static or {}
     for name, text in (*(program.state or {}).items(), *static.items()):
@@ -62,6 +63,27 @@ def check_static(program: ProgramEntry, path: str) -> dict[str, Constant]:
         if not canonical:
             raise ValueError(f"{name!r:.80}: expected a constant, found {text!r:.80}")
     return {name: values[name] for name in static}
+
+
+def _check_sizes(program: ProgramEntry) -> None:
+    """Check that dimensions have the sizes of their variables in the bucket, and that a mask is of bool."""
+    bucket, mask = program.bucket, program.mask
+    for name in (*(program.pad or ()), *(program.open_sizes or ())):
+        if bucket.get(name, 0) < 1:
+            raise ValueError(f"expected a size of {name!r:.80} in the bucket, found none")
+    for text in (*program.arguments, *program.results):
+        if " ~" not in text:
+            continue
+        array = Array.parse(text)
+        for name, size in zip(array.variables, array.shape, strict=False):
+            if name and bucket.get(name) != size:
+                raise ValueError(
+                    f"{text:.80}: expected {bucket.get(name)} as {name!r:.80} of the bucket, found {size}"
+                )
+    masks = [Array.parse(text) for text in program.arguments] if mask is not None else []
+    for array in masks:
+        if array.path and str(array.path[0]) == mask and array.dtype != "bool":
+            raise ValueError(f"mask: expected an argument of bool, found {array.dtype}")
 
 
 @rejecting
