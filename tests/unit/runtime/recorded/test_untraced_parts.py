@@ -3,6 +3,7 @@
 import copy
 import enum
 import functools
+import importlib
 import io
 import json
 import logging
@@ -178,6 +179,20 @@ def test_texts_have_what_values_hold_beside_attributes(make):
     held = make(one), make(one), make(other)
     texts = [text_of(closing(each)) for each in held]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_texts_have_globals_of_modules_inside_packages(tmp_path, monkeypatch):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "inner.py").write_text("RATE = 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    inner = importlib.import_module("pack.inner")
+    names = {"__name__": __name__, "pack": sys.modules["pack"]}
+    function = eval("lambda x: x * pack.inner.RATE", names)
+    before = text_of(function)
+    monkeypatch.setattr(inner, "RATE", 2.0)
+    assert text_of(function) != before
+    for name in ("pack", "pack.inner"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_trace_does_not_change_the_text_of_a_schedule():

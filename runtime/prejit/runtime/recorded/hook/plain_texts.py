@@ -190,8 +190,12 @@ class _Writer:
             found = [function.__globals__[each] for each in names if each in function.__globals__]
             held += found
             held += [{k: v for k, v in vars(function).items() if k != "__wrapped__"} or None]
-            for module in filter(inspect.ismodule, found):
-                held += [_of_module(module, name) for name in names]
+            # Not those that it imports itself: a call without a trace leaves them unimported.
+            modules = [*filter(inspect.ismodule, found)]
+            for module in modules:
+                read = [_of_module(module, name) for name in names]
+                held += read
+                modules += [x for x in filter(inspect.ismodule, read) if x not in modules]
         return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
 
 
@@ -247,7 +251,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
 @functools.lru_cache(4096)
 def is_of_program(module: str) -> bool:
     """Return whether a module is the program's own: no installed package, nor of Python."""
-    file = getattr(sys.modules.get(module), "__file__", None)
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None)
+    if file is None and isinstance(found, types.ModuleType):  # a namespace package
+        file = next(iter(vars(found).get("__path__", ())), None)
     own = module == "__main__" or (file is not None and not file.startswith(_LIBRARY))
     return own and "site-packages" not in (file or "") and not module.startswith("prejit")
 
