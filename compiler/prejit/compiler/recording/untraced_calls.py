@@ -6,6 +6,7 @@ do not agree on is traced.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,9 @@ def _read(path: Path) -> RecordedCalls | None:
         for each in calls.values():
             each["reason"] = f"{UNCONFIRMED}; prejit could not watch this one: {failure}"
     names = {*filter(is_of_library, initial), *(name for name, *_ in inputs["variables"])}
+    digest = functools.cache(_digest)  # of files that several traces have read
     files = [
-        [name, index, identity, _digest(name, identity)]
+        [name, index, identity, digest(name, identity and tuple(identity))]
         for name, index, identity in inputs["files"]
     ]
     return RecordedCalls(
@@ -128,10 +130,10 @@ def _result(call: dict[str, Any]) -> tuple[Any, ...]:
     return call["program"], call.get("executable"), call.get("results")
 
 
-def _digest(path: str, identity: list[int] | None) -> str | None:
+def _digest(path: str, identity: tuple[int, ...] | None) -> str | None:
     """Return the digest of a file that has not changed since it was read; None: it has, or there was none."""
     digest = None if identity is None else file_digest(path)
-    return digest if identity_of(path) == identity else None
+    return digest if identity_of(path) == (identity and [*identity]) else None
 
 
 def confirmed(before: RecordedCalls | None, now: RecordedCalls) -> RecordedCalls:

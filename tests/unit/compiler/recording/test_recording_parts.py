@@ -248,6 +248,13 @@ def test_what_a_trace_asks_of_the_process_is_an_effect(tmp_path):
     assert (read, effects) == ({"no_such_module": None}, [f"os.{call}" for call in calls])
 
 
+def test_what_each_trace_reads_is_noted_again(tmp_path):
+    """Else a run would not see that a file has changed since the trace before."""
+    twice = "open('/etc/passwd').close(), watch.taken(), open('/etc/passwd').close()\n"
+    for first, expected in (("", []), ("watch.effects = []\n", ["/etc/passwd"])):
+        assert [*watched(tmp_path, first + twice)["own"][0]] == expected
+
+
 def test_packages_and_files_that_code_asks_for_without_an_import_are_noted(tmp_path):
     (tmp_path / "one-1.0.dist-info").mkdir()
     place, shared, base = str(tmp_path), "/dev/shm/prejit_no_such_file", str(tmp_path / "a b")

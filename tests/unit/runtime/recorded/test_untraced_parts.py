@@ -3,13 +3,16 @@
 import copy
 import enum
 import functools
+import importlib
+import io
 import json
 import logging
 import os
 import sys
 import time
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +104,95 @@ def test_texts_of_functions_have_what_they_hold(monkeypatch):
     before = text_of(scaled)
     monkeypatch.setitem(globals(), "SCALE", [2.0])
     assert text_of(scaled) != before
+
+
+class Rate(float):
+    pass
+
+
+class Table(dict):
+    pass
+
+
+class Slotted:
+    __slots__ = ("__value",)
+
+    def __init__(self, value):
+        self.__value = value
+
+
+class Wrapping(Holder):
+    def __init__(self, function, value):
+        functools.update_wrapper(self, function)
+        self.value = value
+
+
+def with_attribute(value, made):
+    made.value = value
+    return made
+
+
+def of_class(value):
+    class Base:
+        rate = value
+
+    class Child(Base):
+        twice = property(lambda self: 2 * value)
+
+        def __getitem__(self, place):
+            return place * value
+
+    return Child, Base, Child.twice, Child.__getitem__
+
+
+def clipped(value):
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, t: (jnp.minimum(t, value),))
+    return identity
+
+
+MAKERS = [
+    *(Rate, Slotted, iter, memoryview, io.BytesIO, ValueError, MappingProxyType),
+    lambda value: with_attribute(value, Table()),
+    lambda value: with_attribute(value, closing(1)),
+    lambda value: defaultdict(lambda: value),
+    *(lambda value, place=place: of_class(value)[place] for place in range(4)),
+    lambda value: Wrapping(scaled, value),
+    clipped,
+    lambda value: (each * value for each in "ab"),
+    lambda value: np.ma.array([1, 2], mask=[value, 0]),
+    jax.random.key,
+    lambda value: jnp.asarray(2.0) if value else jnp.float32(2.0),
+    lambda value: eval("lambda *a: a" if value else "lambda a: a"),
+]
+ARGUMENTS = {iter: ([1], [2]), MappingProxyType: ({"a": 1}, {"a": 2})}
+ARGUMENTS |= dict.fromkeys((memoryview, io.BytesIO), (b"1", b"2"))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_texts_have_what_values_hold_beside_attributes(make):
+    """Else a call without a trace gives the results of another rate, key or rule of a gradient."""
+    one, other = ARGUMENTS.get(make, (1, 0))
+    held = make(one), make(one), make(other)
+    texts = [text_of(closing(each)) for each in held]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_texts_have_globals_of_modules_inside_packages(tmp_path, monkeypatch):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "inner.py").write_text("RATE = 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    inner = importlib.import_module("pack.inner")
+    names = {"__name__": __name__, "pack": sys.modules["pack"]}
+    function = eval("lambda x: x * pack.inner.RATE", names)
+    before = text_of(function)
+    monkeypatch.setattr(inner, "RATE", 2.0)
+    assert text_of(function) != before
+    for name in ("pack", "pack.inner"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_trace_does_not_change_the_text_of_a_schedule():

@@ -56,6 +56,7 @@ class ProcessWatch:
         }
         self._written: set[str] = set()
         self._seen: set[tuple[str, str]] = set()
+        self._seen_by_trace: set[tuple[str, str]] = set()
         self._new: list[list[Any]] = []
         self._busy: set[int] = set()
         """The threads inside of this watch, whose own reads do not count."""
@@ -152,6 +153,7 @@ class ProcessWatch:
         """Return what is new since the last call of this: a kind, a name, and what tells of a change."""
         found = [*self._new]  # no lock, which a fork would inherit: threads only append meanwhile
         del self._new[: len(found)]
+        self._seen_by_trace.clear()  # the next trace may find another content, where this one read, too
         for entry in [*found]:
             if entry[0] == "absent" and entry[1] in sys.modules:
                 found.remove(entry)
@@ -164,10 +166,12 @@ class ProcessWatch:
         return found
 
     def _add(self, kind: str, name: str) -> None:
-        if (kind, name) not in self._seen:
+        seen = self._seen if self.effects is None else self._seen_by_trace
+        if (kind, name) not in seen:
             read = self._change.get(kind)
             self._new.append([kind, name, None if read is None else read(name)])
             self._seen.add((kind, name))
+            seen.add((kind, name))
 
     def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
         thread = get_ident()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import hashlib
@@ -13,7 +14,9 @@ import re
 import sys
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -25,9 +28,11 @@ _MAXIMUM_LENGTH = 200
 """Characters of the text of an inner value; a longer one is a digest."""
 _LEAST_PLACE = 1 << 32
 _MESHES = ("jax._src.mesh.Mesh", "jax._src.mesh.AbstractMesh")
+_JITTED = "jaxlib._jax.PjitFunction"
 _JAXPRS = ("jax._src.core.Jaxpr", "jax._src.core.ClosedJaxpr")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
+_BUILTIN = (tuple, list, dict, set, frozenset, int, float, complex, str, bytes)
 
 
 def text_of(value: Any, *, without_libraries: bool = False) -> str:
@@ -83,13 +88,10 @@ class _Writer:
     def _text(self, value: Any, name: str, depth: int) -> str:
         if isinstance(value, type):
             return self._class(value, depth)
-        if isinstance(value, (tuple, list)):
-            return f"{name}[{self._all(value, depth)}]"
-        if isinstance(value, dict):
-            pairs = (f"{self.text(k, depth)}: {self.text(v, depth)}" for k, v in value.items())
-            return f"{name}{{{', '.join(pairs)}}}"
-        if isinstance(value, (set, frozenset)):
-            return f"{name}{{{', '.join(sorted(self.text(each, depth) for each in value))}}}"
+        if isinstance(value, _BUILTIN):
+            kind = type(value)
+            beside = self._beside(value, depth) if kind.__module__ != "builtins" else ""
+            return f"{name}{self._builtin(value, depth)}{beside}"
         if isinstance(value, functools.partial):
             return f"partial({self._all((value.func, value.args, value.keywords), depth)})"
         if inspect.ismethod(value):
@@ -97,7 +99,8 @@ class _Writer:
         if inspect.isfunction(value):
             return self._function(value, depth)
         if hasattr(value, "__wrapped__"):  # of jax.jit and other wrappers
-            return f"{name}({self.text(value.__wrapped__, depth)})"
+            beside = "" if name == _JITTED else self._beside(value, depth)
+            return f"{name}({self.text(value.__wrapped__, depth)}){beside}"
         if inspect.isroutine(value) and hasattr(value, "__qualname__"):  # no cached_property
             owner = self.text(getattr(value, "__self__", None), depth)
             return f"{getattr(value, '__module__', '')}.{value.__qualname__} of {owner}"
@@ -107,10 +110,13 @@ class _Writer:
         if all(hasattr(value, each) for each in ("dtype", "shape", "__array__")):
             if value.dtype == object:  # whose bytes are places in memory
                 return f"{name} {value.shape}[{self._all(np.asarray(value).flat, depth)}]"
-            return f"{name} {_array(value)}"
+            of_class = isinstance(value, np.ndarray) and type(value) is not np.ndarray
+            return f"{name} {_array(value)}{self._beside(value, depth) if of_class else ''}"
         if name in _JAXPRS:  # its variables are numbered over all traces of the process
             plain = _ADDRESS.sub("", str(value))
             return f"{name} {plain} {self.text(getattr(value, 'consts', None), depth)}"
+        if isinstance(value, property):
+            return f"{name}({self._all((value.fget, value.fset), depth)})"
         if value is os.environ:  # it has the orders of `prejit record` and `run`, too
             return name
         # It holds all others, and the hook reads those of jax.
@@ -120,7 +126,33 @@ class _Writer:
         if not is_of_program(type(value).__module__):
             attributes = {k: each for k, each in attributes.items() if k not in _CACHED}
         held = self.text(attributes, depth) if attributes else _repr_of(value)
+        if not held and (state := _state_of(value)) is not None:
+            held = self.text(state, depth)
         return f"{self.text(type(value), depth)}{held}"
+
+    def _builtin(self, value: Any, depth: int) -> str:
+        """Return what Python's own classes hold, of an object of one of them or of a class made of one."""
+        if isinstance(value, (tuple, list)):
+            return f"[{self._all(value, depth)}]"
+        if isinstance(value, dict):
+            pairs = (f"{self.text(k, depth)}: {self.text(v, depth)}" for k, v in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(sorted(self.text(each, depth) for each in value))}}}"
+        plain: Any = next(kind for kind in type(value).__mro__ if kind in _PLAIN)
+        return f"({plain.__repr__(value)})"
+
+    def _beside(self, value: Any, depth: int) -> str:
+        """Return the attributes of an object that wraps another, or whose class is made of a builtin one."""
+        kind, held = type(value), attributes_of(value)
+        held.pop("__wrapped__", None)
+        if is_of_program(kind.__module__):
+            held["of the class"] = kind
+        else:
+            held = {name: each for name, each in held.items() if name not in _CACHED}
+        if isinstance(value, defaultdict):
+            held["default_factory"] = value.default_factory
+        return self.text(held, depth) if held else ""
 
     def _all(self, values: Any, depth: int) -> str:
         return ", ".join(self.text(each, depth) for each in values)
@@ -130,8 +162,10 @@ class _Writer:
             return _name(kind)
         held = {
             key: each
-            for key, each in vars(kind).items()
-            if not key.startswith("__") or key == "__call__"
+            for base in reversed(kind.__mro__)
+            if is_of_program(base.__module__)
+            for key, each in vars(base).items()
+            if not key.startswith("__") or inspect.isfunction(each)
         }
         return f"{_name(kind)}({self.text(held, depth)})"
 
@@ -155,8 +189,13 @@ class _Writer:
             names = dict.fromkeys(_names(code))
             found = [function.__globals__[each] for each in names if each in function.__globals__]
             held += found
-            for module in filter(inspect.ismodule, found):
-                held += [_of_module(module, name) for name in names]
+            held += [{k: v for k, v in vars(function).items() if k != "__wrapped__"} or None]
+            # Not those that it imports itself: a call without a trace leaves them unimported.
+            modules = [*filter(inspect.ismodule, found)]
+            for module in modules:
+                read = [_of_module(module, name) for name in names]
+                held += read
+                modules += [x for x in filter(inspect.ismodule, read) if x not in modules]
         return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
 
 
@@ -187,7 +226,8 @@ def _name(kind: type) -> str:
 def _code_digest(code: types.CodeType) -> str:
     constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
     inner = [_code_digest(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return digest_of(repr((code.co_code, code.co_names, text_of(constants), inner)))
+    own = code.co_code, code.co_names, code.co_flags, code.co_argcount, code.co_kwonlyargcount
+    return digest_of(repr((*own, text_of(constants), inner)))
 
 
 def _of_module(module: types.ModuleType, name: str) -> Any:
@@ -211,7 +251,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
 @functools.lru_cache(4096)
 def is_of_program(module: str) -> bool:
     """Return whether a module is the program's own: no installed package, nor of Python."""
-    file = getattr(sys.modules.get(module), "__file__", None)
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None)
+    if file is None and isinstance(found, types.ModuleType):  # a namespace package
+        file = next(iter(vars(found).get("__path__", ())), None)
     own = module == "__main__" or (file is not None and not file.startswith(_LIBRARY))
     return own and "site-packages" not in (file or "") and not module.startswith("prejit")
 
@@ -224,8 +267,13 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
     What a class of a library caches is left out: it comes and goes, and the other attributes tell it.
     """
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    found = {
+        name: getattr(value, name)
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind)
+        for name, slot in vars(kind).items()  # their names differ from those that a class lists
+        if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name)
+    }
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
         return found
@@ -259,12 +307,36 @@ def _repr_of(value: Any) -> str:
     return "" if " at 0x" in text else digest_of(text)
 
 
+def _state_of(value: Any) -> Any:
+    """Return the state of an object of Python's own classes that neither attributes nor a repr tell."""
+    if inspect.isgenerator(value):
+        frame = value.gi_frame
+        return frame and (value.gi_code.co_qualname, frame.f_lasti, dict(frame.f_locals))
+    with contextlib.suppress(Exception):
+        if isinstance(value, ContextVar):
+            return value.get(None)
+        if isinstance(value, types.MappingProxyType):
+            return dict(value)
+        if isinstance(value, memoryview) or type(type(value)).__module__ == "_ctypes":
+            content = memoryview(value)
+            return content.tobytes() if content.nbytes <= _MOST_BYTES else None
+        if type(value).__module__ in ("builtins", "_io"):  # an iterator, an exception, a StringIO
+            _, *state = value.__reduce_ex__(4)
+            return state
+    return None
+
+
+_MOST_BYTES = 1 << 20
+"""Maximum size of memory that is read."""
+
+
 def _array(value: Any) -> str:
     """Return the type of an array, and a digest of its numbers if they are at hand."""
-    text = f"{value.dtype}{list(value.shape)}"
+    text = f"{value.dtype}{list(value.shape)}{' weak' * bool(getattr(value, 'weak_type', False))}"
     try:
-        return f"{text} {digest_of(np.asarray(value).tobytes())}"
-    except Exception:  # a tracer, a deleted array, random keys, or what only looks like an array
+        plain = getattr(value, "_base_array", value)  # of random keys
+        return f"{text} {digest_of(np.asarray(plain).tobytes())}"
+    except Exception:  # a tracer, a deleted array, or what only looks like an array
         return text
 
 
