@@ -35,6 +35,8 @@ _BYTECODE = re.compile(r"\.pyc(\.\d+)?$")
 """The end of the names of compiled modules, and of those that Python has not finished."""
 _ITEMS = ItemsView.__iter__.__code__
 _OF_VIEWS = ("collections.abc", "_collections_abc", "os")
+_IN_FUNCTIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Parts of a function with frames of their own; until Python 3.12 all comprehensions have one."""
 
 
 class ProcessWatch:
@@ -142,7 +144,9 @@ class ProcessWatch:
 
     def _prefix(self, frame: FrameType | None) -> str:
         """Return the prefix of the variables that count for code that lists all."""
-        while frame is not None and frame.f_globals.get("__name__") in _OF_VIEWS:
+        while frame is not None and (
+            frame.f_globals.get("__name__") in _OF_VIEWS or frame.f_code.co_name in _IN_FUNCTIONS
+        ):
             frame = frame.f_back
         if frame is None:
             return ""
