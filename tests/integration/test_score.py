@@ -109,6 +109,7 @@ def test_the_server_ranks_and_scores_by_the_cross_encoder(post):
         ("/v1/rerank", {**body, "documents": [LONG]}, "at most 16 tokens"),
         ("/v1/rerank", {**body, "top_n": -1}, "top_n"),
         ("/v1/embeddings", {"model": "scorer", "input": "a"}, "which scores pairs of texts"),
+        ("/v1/completions", {"model": "scorer", "prompt": "a"}, "documents to /v1/rerank"),
     ):
         answer = post(path, wrong)
         assert (answer.status_code, why in answer.text) == (400, True), answer.text

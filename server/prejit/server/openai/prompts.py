@@ -65,7 +65,9 @@ def need_text_model(served: Served) -> None:
         ApiError: it is an encoder, functions, or an encoder-decoder, which reads a source.
     """
     config = served.bundle.config
-    if config.encoder is not None:
+    if config.encoder is not None and config.encoder.scores is not None:
+        found = "which scores; POST queries and documents to /v1/rerank"
+    elif config.encoder is not None:
         found = "an encoder; POST its texts to /v1/embeddings"
     elif config.decoder is None:
         found = "which holds functions; POST their arguments to /v2/models/NAME/infer"
