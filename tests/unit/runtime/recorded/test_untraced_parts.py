@@ -162,6 +162,9 @@ MAKERS = [
     *(lambda value, place=place: of_class(value)[place] for place in range(4)),
     lambda value: Wrapping(scaled, value),
     clipped,
+    lambda value: type(
+        "Calls", (), {"__call__": jax.jit(closing(value)), "__module__": __name__}
+    )(),
     lambda value: (each * value for each in "ab"),
     lambda value: np.ma.array([1, 2], mask=[value, 0]),
     jax.random.key,

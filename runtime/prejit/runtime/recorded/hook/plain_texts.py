@@ -36,7 +36,7 @@ _BUILTIN = (tuple, list, dict, set, frozenset, int, float, complex, str, bytes)
 
 
 def text_of(value: Any, *, without_libraries: bool = False) -> str:
-    """Return a text of a value. Equal texts do not mean equal values: of what C holds it has the class alone.
+    """Return a text of a value. Equal texts do not mean equal values: of most that C holds it has the class.
 
     It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with
     what they close over; of functions of the program itself also the globals that they name.
@@ -165,7 +165,8 @@ class _Writer:
             for base in reversed(kind.__mro__)
             if is_of_program(base.__module__)
             for key, each in vars(base).items()
-            if not key.startswith("__") or inspect.isfunction(each)
+            if not key.startswith("__")
+            or (key == "__call__" or inspect.isfunction(each) or hasattr(each, "__wrapped__"))
         }
         return f"{_name(kind)}({self.text(held, depth)})"
 
@@ -271,7 +272,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
         name: getattr(value, name)
         for kind in type(value).__mro__
         if "__slots__" in vars(kind)
-        for name, slot in vars(kind).items()  # their names differ from those that a class lists
+        for name, slot in vars(kind).items()  # private names are mangled
         if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name)
     }
     attributes = getattr(value, "__dict__", None)
