@@ -27,7 +27,6 @@ from prejit.runtime.programs.fitted_arguments import (
     Value,
     fit,
     narrows,
-    padded,
     static_misfit,
 )
 from prejit.runtime.programs.known_calls import ChosenBucket, Held
@@ -125,12 +124,7 @@ class BucketChoice:
                 return chosen
             larger.append(chosen)
         if larger:
-            best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
-            self._programs[
-                best.program.name
-            ]  # checked before anything is as large as its table says
-            arrays = self._programs.arguments(best.program.name)
-            return best._replace(values=list(map(padded, arrays, best.values)))
+            return min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
         if (specialized := self._specialized(name, static, known)) is not None:
             return specialized
         from prejit.runtime.programs.misfits import hint_of  # only errors need it

@@ -43,7 +43,7 @@ class ChosenBucket(NamedTuple):
 
     Attributes:
         program: its row of the program table.
-        values: the given arguments in order, padded if necessary.
+        values: the given arguments in order, each of the size that the caller gave.
         convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
         sizes: the caller's size of each variable of the bucket that was padded; empty: none was.
         is_on_device: whether all arguments lie on devices, so that jax's transfer guards let them pass.

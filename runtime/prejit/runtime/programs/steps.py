@@ -164,8 +164,9 @@ class Steps:
         if is_plain and self._calls.has_finished:
             self.alone = LoneStep(route, chosen.emptied(), _jax_parts.trace_context())
         if chosen.values:
+            values = self._calls.filled(chosen, route.others)
             with _jaxlib.guarding(not chosen.is_on_device):
-                state = [*state, *map(self._copied, route.others, chosen.values)]
+                state = [*state, *map(self._copied, route.others, values)]
             chosen = chosen.emptied()
         results = self._calls.run(chosen.program, route.arguments(state))
         if looks_for_nans:

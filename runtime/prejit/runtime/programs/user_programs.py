@@ -16,7 +16,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.bucket_choice import BucketChoice, Fitted, Flatten
-from prejit.runtime.programs.fitted_arguments import EVERYTHING, Value, as_key
+from prejit.runtime.programs.fitted_arguments import EVERYTHING, Value, as_key, padded
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
 from prejit.runtime.programs.ready_programs import Programs
 
@@ -160,12 +160,21 @@ class Calls:
         Donated ones are copied, so that the program does not write to the caller's memory.
         """
         arrays = self.programs.arguments(chosen.program.name)
+        values = self.filled(chosen, arrays)
         with _jaxlib.guarding(not chosen.is_on_device):
             return [
                 self.placed(array, value, copy=copy or array.donated)
-                for array, value in zip(arrays, chosen.values, strict=True)
+                for array, value in zip(arrays, values, strict=True)
                 if not isinstance(value, Held)
             ]
+
+    def filled(self, chosen: ChosenBucket, arrays: Sequence[Array]) -> Sequence[Value]:
+        """Return the arguments of a call for these arrays of its bucket, padded where they are smaller."""
+        if not chosen.sizes:
+            return chosen.values
+        # The program is compared with its table before anything is as large as that says.
+        _ = self.programs[chosen.program.name]
+        return list(map(padded, arrays, chosen.values))
 
     def placed(self, array: Array, value: Value, *, copy: bool) -> DeviceArray:
         """Return an argument on the device. One that is donated must be copied."""
