@@ -115,7 +115,7 @@ class Encoding:
                 expected = "a pair of a query and a document: this model scores"
                 arguments.refuse(f"sentences[{place}]", expected, each)
         queries, documents = [each[0] for each in listed], [each[1] for each in listed]
-        query = queries if any(each is not None for each in queries) else None
+        query = None if listed and all(each is None for each in queries) else queries
         return tokenize_pairs(encoder, text, query, documents, on_too_long, instruction)
 
     def submit(
