@@ -200,6 +200,7 @@ def test_names_are_checked_before_a_trace(tmp_path):
         (f'{of_function}\ndonate = ["sate"]', r"donate: .*\(did you mean \"state\"\?\)", ""),
         (f"{of_function}\ndonate = [9]", r"donate: .* one of \"state\", \"x\"; found 9", ""),
         (f'{of_function}\nmask = "xx"\npad = "unchecked"', r"mask: .*mean \"x\"\?", ""),
+        (f'{of_function}\nmask = "x"\npad = "unchecked"', "mask: expected bool, found float32", ""),
         (f'{both}\nstatic = {{ knd = ["a"] }}', r"static: .* x, kind; found knd \(.*\"kind\"", ""),
         (
             'args = ["float32[3]"]\nstatic = { kind = ["a"] }',

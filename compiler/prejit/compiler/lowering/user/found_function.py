@@ -179,11 +179,16 @@ def _check_names(
 ) -> None:
     """Check names under `donate`, `carry`, `mask` and `static`, and what `example` checks, before a trace."""
     smallest = {name: sizes[0] for name, sizes in program.buckets.items()}
-    example = user.example(smallest, f"{where}: args").value
+    made = user.example(smallest, f"{where}: args")
+    example = made.value
     mask = () if program.mask is None else (program.mask,)
     for key, given in (("donate", program.donate), ("carry", program.carry), ("mask", mask)):
         for _, problem in key_problems(key, given, example):
             raise ManifestError(f"{where}: {key}: {problem}")
+    for (path, _), shape in zip(jax.tree.leaves_with_path(example), made.shapes, strict=False):
+        given = jax.tree_util.keystr(path[:1], simple=True)
+        if mask and given == str(mask[0]) and shape.dtype != np.bool_:
+            raise ManifestError(f"{where}: mask: expected bool, found {shape.dtype}")
     if not is_plain(found):  # the signature is that of the function inside
         return
     with suppress(TypeError, ValueError):  # code in C
