@@ -179,7 +179,8 @@ def measure(
         The reports; for two bundles also the ratio of the first to the second, by the name of the row.
 
     Raises:
-        UsageError: a fresh process failed.
+        UsageError: a model reads a source, which is not measured.
+        ProcessError: a fresh process failed.
     """
 
     def wanted(heads: Iterable[Head]) -> bool:

@@ -1,4 +1,4 @@
-"""Make config.json from the metadata of a GGUF file, what llama.cpp computes from it, or compare the two.
+"""Make config.json from the metadata of a GGUF file, as llama.cpp reads it, or compare both.
 
 A key that this module does not know may change what the model computes, so it is an error. llama.cpp has two
 values that the file lacks, by the number of layers, and the activations by architecture.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.runtime.base.wording import shortened, size, table
+from prejit.runtime.base.wording import few, shortened, size, table
 from prejit.runtime.cli.bundle_references import with_all_targets
 from prejit.runtime.cli.command_options import (
     BUNDLE,
@@ -300,7 +300,6 @@ def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json
 
 
 def _fleet_text(report: FleetReport) -> str:
-    from prejit.runtime.base.wording import few
 
     parts = [
         table(
@@ -430,7 +429,6 @@ def rollout(
 
 
 def _plan_text(plan: RolloutPlan) -> str:
-    from prejit.runtime.base.wording import few
 
     rows = [
         (

@@ -65,8 +65,8 @@ _SHOWN_ELEMENTS = 16
 
 
 WITHOUT_CUDNN = (("xla_gpu_experimental_disable_binary_libraries", True),)
-"""XLA's flags for a program with them. Compiled without the GPU, it would name cuDNN's algorithm by the
-number -1 (xla/backends/gpu/autotuner/cudnn.cc, GetDefaultConfig), which cuDNN 9 refuses when it runs."""
+"""XLA's flags for a program with convolutions. Compiled without the GPU, it would name cuDNN's algorithm by
+the number -1 (xla/backends/gpu/autotuner/cudnn.cc, GetDefaultConfig), which cuDNN 9 refuses when it runs."""
 
 
 def has_plain_convolutions(

@@ -1,7 +1,7 @@
 """Read the configuration of a model that reads images.
 
-An image encoder is made as an abstract flax nnx module. Of a decoder whose prompts may hold images this reads
-what its checkpoint says of them: the tower in config.json, the processor, the tokenizer.
+An image encoder is made as an abstract flax nnx module. For a decoder whose prompts may hold images this
+reads the tower in config.json, the processor and the tokenizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sentences to embeddings: texts to token ids, checked, cut if they are too long, and encoded.
+"""Sentences to embeddings, and pairs of texts to scores: tokenized, checked, cut if too long, and encoded.
 
-Pairs of texts to scores: how relevant a document is to a query, as a cross-encoder finds.
+A score says how relevant a document is to a query, as a cross-encoder finds.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Registry:
                 listed += _listed(content, where)
                 if len(listed) > limits.MAX_ROOT_ENTRIES:
                     most = limits.MAX_ROOT_ENTRIES
-                    raise RejectError(where, f"expected at most {most}, found more")
+                    raise RejectError(where, f"expected at most {most} entries, found more")
             self._has_referrers = pages > 0  # a registry with the API never answers 404
         if pages or (fallback := self.find_manifest(_fallback_tag(digest))) is None:
             return listed
@@ -251,7 +251,7 @@ class Registry:
                 return
         raise StoreError(
             f"{self.name}: expected at most {_MOST_PAGES} pages of {what}, found one more",
-            hint="name a tag or a digest: only the list of all tags is refused",
+            hint="name a tag or a digest: only the list of all is refused",
         )
 
     def tags(self) -> list[Tagged]:

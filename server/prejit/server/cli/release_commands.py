@@ -1,4 +1,4 @@
-"""`prejit gate` and `prejit replay`: compare a bundle that may take the place of another one with it."""
+"""`prejit gate`: judge a release. `prejit replay`: run the requests of a log again."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class RelevanceRequest(EncodingRequest, frozen=True, kw_only=True):
-    """The fields of both endpoints.
+    """The fields of /v1/score and /v1/rerank.
 
     Attributes:
         instruction: what makes a text relevant, for a model that takes an instruction.

@@ -2,7 +2,7 @@
 
 Two processes of one bundle differ in speed by a few percent. So each pair of processes is a group of its own,
 pairs of the old bundle with itself show what difference means nothing here, and new pairs are started until
-the intervals are narrow or the time is over.
+the intervals are narrow or the time is over. Its verdict is a table, JSON, Markdown or a page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The requests of a gate or a canary: how they are played again, and seeded ones of their own."""
+"""The requests of a gate, a canary or a log: how they are played again, and seeded ones of their own."""
 
 from __future__ import annotations
 

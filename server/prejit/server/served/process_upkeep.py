@@ -1,4 +1,4 @@
-"""What a server asks of its process: the heap, open files, and messages to the person who started it."""
+"""A server's process: its heap, its open files, and messages to the person who started it."""
 
 from __future__ import annotations
 

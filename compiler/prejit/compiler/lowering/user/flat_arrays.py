@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -323,9 +324,10 @@ def check_different(names: Sequence[str], where: str, what: str) -> None:
     Raises:
         ManifestError: two are the same.
     """
-    if twice := [name for name in names if names.count(name) > 1]:
+    name, count = Counter(names).most_common(1)[0] if names else ("", 0)
+    if count > 1:
         raise ManifestError(
-            f"{where}: expected different names of {what}, found {twice[0]!r} twice",
+            f"{where}: expected different names of {what}, found {name!r} twice",
             hint="names are joined by dots: a key must not contain one",
         )
 

@@ -74,7 +74,7 @@ class Family:
         for key, values in self.allowed.items():
             found = getattr(config, key, values[0])
             # Only a key with a check may be a list: no other stands for one of its values.
-            for each in found if isinstance(found, list) and key in self.keys else [found]:
+            for each in found if isinstance(found, list | tuple) and key in self.keys else [found]:
                 require(config, key, each, values)
         for key, divisor in self.multiples:
             number, by = getattr(config, key), getattr(config, divisor)

@@ -325,4 +325,4 @@ FURTHER_DECODERS: Mapping[str, Family] = {
     ),
     "youtu": rotary(_YOUTU, *latent_attention.KEYS, check=partial(check_latent, _YOUTU)),
 }
-"""The older decoders, by model_type."""
+"""The further decoders, by model_type."""

@@ -374,7 +374,7 @@ def _deepseek(
 
 
 def _glm4_moe(family: DecoderFamily) -> Family:
-    """Return a family of which the larger models have norms of heads."""
+    """Return a family whose larger models have norms of heads."""
     made = _deepseek(family, corrected, "norm_topk_prob", use_qk_norm=(False, True))
     return replace(made, build=partial(normed_if_large, family))
 

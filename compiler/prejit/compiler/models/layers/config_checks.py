@@ -81,7 +81,7 @@ _WIDTH = _integer(1, 2**20)
 INNER = _integer(1, 2**22)
 """An inner width, or the number of rows of a table of positions."""
 INNER_OR_NULL = _integer(1, 2**22, optional=True)
-"""An inner width; null is four times the width of the model. Or a number of experts; null is no experts."""
+"""An inner width, a rank or a number of experts; what null means differs by key."""
 NUMBER_OF_SEGMENTS = _integer(0, 2**24)
 """The number of segments of a family that may have none."""
 FARTHEST = _integer(-1, 2**22)
@@ -128,8 +128,7 @@ _CHECKED: tuple[tuple[str, Check], ...] = (
         projectors_bias qkv_bias query_bias rope_interleave scale_attn_by_inverse_layer_idx
         scale_attn_weights scale_decoder_outputs tie_word_embeddings use_bias use_conv_bias
         use_attention_gate use_double_wide_mlp use_gated_mlp use_parallel_residual use_post_norm use_qk_norm
-        use_qkv_bias use_sandwich_norm
-        use_sliding_window use_swiglu_ffn value_bias
+        use_qkv_bias use_sandwich_norm use_sliding_window use_swiglu_ffn value_bias
         """,
         _BOOL,
     ),
@@ -312,7 +311,7 @@ def transformers_config(
 ) -> Any:
     """Return a configuration as transformers completes it; arguments as of `check_file`.
 
-    `complete` may change it. What it raises is told like a refusal of transformers.
+    `complete` may change it. An exception in it is reported as a refusal by transformers.
 
     Raises:
         CheckpointError: transformers does not accept the content.

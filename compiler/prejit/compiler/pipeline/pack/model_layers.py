@@ -8,9 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
@@ -41,11 +38,6 @@ from prejit.runtime.format.names import (
 from prejit.runtime.generation import options
 from prejit.runtime.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    pass
-
-
-Values = np.ndarray[Any, Any]
 _UNREAD_GENERATION: Mapping[str, int | None] = {
     **dict.fromkeys(("bad_words_ids", "sequence_bias")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids")),

@@ -1,4 +1,7 @@
-"""The weights layer: tensors of a published model, of the user's decoder and of the user's functions."""
+"""The weights layer: tensors of a published model, of the user's decoder and of the user's functions.
+
+It counts the matrices that were published in few bits, kept or converted.
+"""
 
 from __future__ import annotations
 

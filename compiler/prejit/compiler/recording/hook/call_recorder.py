@@ -1,4 +1,4 @@
-"""Record the calls of a process that jax traces: for `kept_calls` of the runtime's hook.
+"""Record the calls of a process that jax traces, for `kept_calls` of the runtime's hook.
 
 `executable_json` describes jax's executables for its `load_executable`; `CallbackLines` finds the lines that
 make an executable call Python.
