@@ -373,6 +373,7 @@ class DecoderFamily:
         of_heads = dict.fromkeys(way for way, there in zip(ways, attends, strict=True) if there)
         rotary = {way: self._rotary(config, *way, context) for way in of_heads}
         if self.is_latent:  # all heads attend to the same latents
+            require(config, "num_key_value_heads", config.num_key_value_heads, [queries])
             sizes = [(1, config.kv_lora_rank + size)] * count
         return [
             Heads(

@@ -51,7 +51,7 @@ from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
 from prejit.compiler.models.layers.config_checks import checks_of
-from prejit.compiler.models.layers.layer_config import Naming, require
+from prejit.compiler.models.layers.layer_config import Naming
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
 
 _SIZES = (
@@ -119,13 +119,6 @@ def rotary(
         multiples=(*(("num_attention_heads", key) for key in groups), *multiples),
         check=check or family.heads,
     )
-
-
-def check_latent(family: DecoderFamily, config: Any) -> None:
-    """Check that all heads attend to the same latents."""
-    heads = config.num_attention_heads
-    require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
-    family.heads(config)
 
 
 def in_sliding_layers(config: Any, layer: int) -> bool:

@@ -35,7 +35,6 @@ from prejit.compiler.models.families.decoder_table import (
     MULTIPLIERS,
     NAMING,
     UNGATED,
-    check_latent,
     rotary,
 )
 from prejit.compiler.models.families.decoders import TextDecoder
@@ -254,7 +253,6 @@ FURTHER_DECODERS: Mapping[str, Family] = {
     "minicpm3": rotary(
         _MINICPM3,
         *(*latent_attention.KEYS, "scale_emb", "scale_depth", "dim_model_base"),
-        check=partial(check_latent, _MINICPM3),
     ),
     "nanochat": rotary(_NANOCHAT),
     "falcon": replace(
@@ -323,6 +321,6 @@ FURTHER_DECODERS: Mapping[str, Family] = {
             config, "word_embed_proj_dim", config.word_embed_proj_dim, [config.hidden_size]
         ),
     ),
-    "youtu": rotary(_YOUTU, *latent_attention.KEYS, check=partial(check_latent, _YOUTU)),
+    "youtu": rotary(_YOUTU, *latent_attention.KEYS),
 }
 """The further decoders, by model_type."""

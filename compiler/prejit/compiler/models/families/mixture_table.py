@@ -42,7 +42,6 @@ from prejit.compiler.models.families.decoder_table import (
     QWEN2,
     QWEN3,
     QWEN_KEYS,
-    check_latent,
     normed_if_large,
     rotary,
 )
@@ -333,8 +332,6 @@ def _check_hunyuan(config: Any) -> None:
 
 def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any) -> None:
     """Check what the keys of groups say together."""
-    if family.is_latent:
-        check_latent(family, config)
     assert family.experts is not None
     key = family.experts.count
     routing, count = routing_of(config), getattr(config, key)
@@ -377,6 +374,13 @@ def _glm4_moe(family: DecoderFamily) -> Family:
     """Return a family whose larger models have norms of heads."""
     made = _deepseek(family, corrected, "norm_topk_prob", use_qk_norm=(False, True))
     return replace(made, build=partial(normed_if_large, family))
+
+
+def _sarvam_moe() -> Family:
+    made = _glm4_moe(_SARVAM_MOE)
+    moved = (("model.word_embeddings.", "model.embed_tokens."),)
+    renamed = (*made.naming.renamed, *_SARVAM_RENAMED)
+    return replace(made, naming=replace(made.naming, moved=moved, renamed=renamed))
 
 
 def _with_correction(naming: Naming, published: str, router: str, *ignored: str) -> Naming:
@@ -468,14 +472,7 @@ MIXTURES: Mapping[str, Family] = {
         *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
         naming=stacked_experts(_QWEN3_MOE.names, *PROJECTIONS),
     ),
-    "sarvam_moe": replace(
-        _glm4_moe(_SARVAM_MOE),
-        naming=replace(
-            _glm4_moe(_SARVAM_MOE).naming,
-            moved=(("model.word_embeddings.", "model.embed_tokens."),),
-            renamed=(*without_weight(_SARVAM_MOE.names), *_SARVAM_RENAMED),
-        ),
-    ),
+    "sarvam_moe": _sarvam_moe(),
     "solar_open": rotary(
         _SOLAR_OPEN,
         *("n_shared_experts", *_ROUTING_KEYS),
