@@ -22,6 +22,7 @@ from prejit.compiler.lowering.user.flat_arrays import (
     arrays_in,
     check_fit,
     differing_names,
+    dotted,
     example_of,
     narrow_parameter,
     narrowed,
@@ -186,8 +187,7 @@ def _check_names(
         for _, problem in key_problems(key, given, example):
             raise ManifestError(f"{where}: {key}: {problem}")
     for (path, _), shape in zip(jax.tree.leaves_with_path(example), made.shapes, strict=False):
-        given = jax.tree_util.keystr(path[:1], simple=True)
-        if mask and given == str(mask[0]) and shape.dtype != np.bool_:
+        if mask and dotted(path[:1]) == str(mask[0]) and shape.dtype != np.bool_:
             raise ManifestError(f"{where}: mask: expected bool, found {shape.dtype}")
     if not is_plain(found):  # the signature is that of the function inside
         return
