@@ -1,4 +1,4 @@
-"""What compiles for each target: its toolchain, and the kernels that its programs may call."""
+"""The tools of each target: its toolchain, and the kernels that its programs may call."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ tokens = st.lists(st.integers(0, 3), max_size=40)
 
 
 def looked_up(text, count):
-    """What the module promises, by searching the whole text."""
+    """The tokens behind the last earlier place of the longest ending, found by searching the whole text."""
     for length in (3, 2):
         for place in range(len(text) - 1, length - 1, -1):
             if len(text) > length and text[place - length : place] == text[-length:]:

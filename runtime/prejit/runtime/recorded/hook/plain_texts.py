@@ -166,7 +166,9 @@ class _Writer:
             if is_of_program(base.__module__)
             for key, each in vars(base).items()
             if not key.startswith("__")
-            or (key == "__call__" or inspect.isfunction(each) or hasattr(each, "__wrapped__"))
+            or key == "__call__"
+            or inspect.isfunction(each)
+            or hasattr(each, "__wrapped__")
         }
         return f"{_name(kind)}({self.text(held, depth)})"
 
