@@ -38,6 +38,8 @@ constexpr int kInt4Vectors = kInt4Tile / kLanes;
 constexpr int64_t kFewestInt4TileRows = 16;
 // Maximum bytes of a part of x, which stays in L2 while weights pass.
 constexpr int64_t kInt4RowBytes = 512 << 10;
+// Numbers of x that a thread packs at once: whole groups.
+constexpr int64_t kPackedAtOnce = 16 << 10;
 // Maximum bytes of words of a block.
 constexpr int64_t kInt4BlockBytes = 256 << 10;
 

@@ -17,7 +17,11 @@ struct Packed {
   static int64_t bytes(int64_t rows, int64_t inputs) { return (rows * inputs + 64) * sizeof(Element); }
   Packed(const float* from, int64_t rows, int64_t inputs, void* memory)
       : x(static_cast<Element*>(memory)), inputs(inputs) {
-    pack(from, rows * inputs, static_cast<Element*>(memory));
+    int64_t count = rows * inputs;
+    parallel_for(parts_of(count, kPackedAtOnce), [&](int64_t part) {
+      int64_t at = part * kPackedAtOnce;
+      pack(from + at, least(count - at, kPackedAtOnce), static_cast<Element*>(memory) + at);
+    });
   }
   Packed behind(int64_t rows) const {
     Packed rest = *this;

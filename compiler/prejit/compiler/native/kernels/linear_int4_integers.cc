@@ -26,8 +26,11 @@ struct Packed {
     int64_t groups = rows * inputs / kInt4Group;
     int8_t* to = static_cast<int8_t*>(memory);
     float *of_scales = reinterpret_cast<float*>(to + groups * kInt4Group), *of_sums = of_scales + groups;
-    for (int64_t i = 0; i < groups; ++i)
-      of_scales[i] = round_group(from + i * kInt4Group, to + i * kInt4Group, of_sums[i]);
+    parallel_for(parts_of(groups, kPackedAtOnce / kInt4Group), [&](int64_t part) {
+      int64_t end = least((part + 1) * kPackedAtOnce / kInt4Group, groups);
+      for (int64_t i = part * kPackedAtOnce / kInt4Group; i < end; ++i)
+        of_scales[i] = round_group(from + i * kInt4Group, to + i * kInt4Group, of_sums[i]);
+    });
     x = to, scales = of_scales, sums = of_sums;
   }
   Packed behind(int64_t rows) const {
