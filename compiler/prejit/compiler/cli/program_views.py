@@ -7,11 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from prejit.compiler.bench.bench_page import spelled
-from prejit.compiler.bench.machine_limits import MachineLimits, measure_limits
 from prejit.compiler.comparing import program_texts
 from prejit.compiler.comparing.difference import read_bundle
 from prejit.compiler.comparing.program_texts import find_program, find_target
-from prejit.compiler.comparing.roofline import ProgramCost, RooflineRow, costs, run_times
+from prejit.compiler.comparing.roofline import (
+    MachineLimits,
+    ProgramCost,
+    RooflineRow,
+    costs,
+    measure_limits,
+    run_times,
+)
 from prejit.runtime.base.wording import size, table
 from prejit.runtime.cli.bundle_references import load_bundle
 from prejit.runtime.cli.output import print_json, print_text, progress
