@@ -24,13 +24,13 @@ from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.models import (
     int4_feedback,
     int4_rounding,
-    jaxpr_evaluation,
     model_registry,
+    narrow_matrices,
     quantizing,
 )
 from prejit.compiler.models.int4_feedback import Inputs
 from prejit.compiler.models.int4_rounding import Rows
-from prejit.compiler.models.jaxpr_evaluation import INLINED, called
+from prejit.compiler.models.narrow_matrices import INLINED, called
 from prejit.compiler.models.parameters import parametrized
 from prejit.compiler.pipeline.measure import streamed
 from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, encode_text
@@ -156,7 +156,7 @@ class _Rounder:
     def read(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> None:
         """Evaluate a decoder up to its head."""
         try:
-            jaxpr_evaluation.evaluate(closed, arguments, self._apply)
+            narrow_matrices.evaluate(closed, arguments, self._apply)
         except _HeadReached:
             return
 
@@ -166,7 +166,7 @@ class _Rounder:
         if not any(isinstance(each, Weight) for each in given):
             return streamed.apply(equation, given)
         if kind in INLINED:
-            return jaxpr_evaluation.evaluate(called(equation), given, self._apply)
+            return narrow_matrices.evaluate(called(equation), given, self._apply)
         if kind == "while":
             return self._looped(equation, given)
         if kind == "dynamic_slice" and (one := self._expert(equation, *given)) is not None:
@@ -185,14 +185,14 @@ class _Rounder:
 
         def goes_on() -> bool:
             condition = [*given[:of_condition], *carry]
-            [found] = jaxpr_evaluation.evaluate(
+            [found] = narrow_matrices.evaluate(
                 equation.params["cond_jaxpr"], condition, self._apply
             )
             return bool(found)
 
         while goes_on():
             body = equation.params["body_jaxpr"]
-            carry = jaxpr_evaluation.evaluate(body, [*constants, *carry], self._apply)
+            carry = narrow_matrices.evaluate(body, [*constants, *carry], self._apply)
         for name, experts in self._experts.items():
             self.found[name] = experts.rounded()
         self._experts.clear()

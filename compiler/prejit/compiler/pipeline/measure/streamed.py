@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from prejit.compiler.models import jaxpr_evaluation
+from prejit.compiler.models import narrow_matrices
 from prejit.compiler.models.int4_rounding import Rows
-from prejit.compiler.models.jaxpr_evaluation import INLINED, bind, called
+from prejit.compiler.models.narrow_matrices import INLINED, bind, called
 from prejit.compiler.models.quantizing import blocks
 
 
@@ -33,7 +33,7 @@ class Weight:
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
     """Return the results of a jaxpr, whose arguments are arrays and weights."""
-    return list(map(_whole, jaxpr_evaluation.evaluate(closed, arguments, apply)))
+    return list(map(_whole, narrow_matrices.evaluate(closed, arguments, apply)))
 
 
 def apply(equation: Any, given: list[Any]) -> Sequence[Any]:
