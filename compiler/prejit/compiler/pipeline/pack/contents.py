@@ -18,9 +18,9 @@ from prejit.compiler.pipeline.executable_jobs import CompiledTarget, Submitted
 from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
-from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
 from prejit.compiler.pipeline.pack.model_layers import special_ids
+from prejit.compiler.pipeline.pack.weights_layer import chunks_of
 from prejit.compiler.pipeline.plan import Lowered, Plan
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.target_tools import TargetKernels
