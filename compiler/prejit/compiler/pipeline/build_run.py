@@ -54,8 +54,7 @@ from prejit.compiler.pipeline.measure.reference_checks import with_checked_answe
 from prejit.compiler.pipeline.pack.bundle_descriptions import attach_descriptions, build_provenance
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
-from prejit.compiler.pipeline.pack.compatibility import readable_until
-from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
+from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets, readable_until
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights_layer import RoundedByText, WeightsLayer, pack_weights
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, plan_build
