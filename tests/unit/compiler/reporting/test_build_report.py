@@ -10,7 +10,6 @@ from tests.extent import examples
 from tests.html_pages import EVIL, alone
 
 from prejit.compiler.progress import Step
-from prejit.compiler.reporting.build_page import report_page
 from prejit.compiler.reporting.build_report import (
     BETWEEN,
     BuildReport,
@@ -22,6 +21,7 @@ from prejit.compiler.reporting.build_report import (
     critical_path,
     place,
 )
+from prejit.compiler.reporting.report_files import report_page
 
 
 def program(name="p", **changes):
