@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.store import prejit_code
-from prejit.compiler.store.prejit_code import KnownDigests, code_digest
-from prejit.compiler.store.source_file import definitions
+from prejit.compiler.store.prejit_code import KnownDigests, code_digest, definitions
 from prejit.runtime.base.files import digest_of
 
 
