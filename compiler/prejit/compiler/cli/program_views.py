@@ -19,7 +19,7 @@ from prejit.compiler.comparing.roofline import (
     run_times,
 )
 from prejit.runtime.base.wording import size, table
-from prejit.runtime.cli.bundle_references import load_bundle
+from prejit.runtime.cli.command_options import load_bundle
 from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import UsageError
 

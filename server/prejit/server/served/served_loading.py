@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from prejit.runtime.base.process_facts import importing, policy_paths, seconds_since_exec
-from prejit.runtime.cli.bundle_references import reporting
+from prejit.runtime.cli.command_options import reporting
 from prejit.runtime.cli.output import progress
 from prejit.runtime.errors import NumbersError, PrejitError, printable
 from prejit.runtime.loader import load
