@@ -19,9 +19,8 @@ from prejit.runtime.ship.pulling import Pulled, Wanted, pull
 from prejit.runtime.ship.reference import Reference, is_reference, parse_reference
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.served.bundle_swaps import BundleSwaps
-from prejit.server.served.process_upkeep import say
+from prejit.server.served.process_upkeep import say, yield_cpu
 from prejit.server.served.served import Models, Served
-from prejit.server.served.work_threads import yield_cpu
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_SECONDS = 3600.0

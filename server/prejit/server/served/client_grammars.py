@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar.grammar_sources import GrammarSource
 from prejit.server.grammar.grammars import GrammarMask, Grammars
-from prejit.server.served.work_threads import yield_cpu
+from prejit.server.served.process_upkeep import yield_cpu
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
