@@ -109,7 +109,7 @@ def serve(
             start_thread(partial(canaries.start_when_ready, *canary), "prejit-canary")
         following = None
         if settings.follow_seconds is not None:
-            from prejit.server.served.bundle_following import BundleFollowing
+            from prejit.server.served.bundle_swaps import BundleFollowing
 
             following = BundleFollowing(
                 models, swaps, settings.follow_seconds, must_match=engines.must_match

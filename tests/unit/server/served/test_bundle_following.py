@@ -24,8 +24,8 @@ from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import ship
 from prejit.server.engine.memory import NoRoomError
-from prejit.server.served import bundle_following
-from prejit.server.served.bundle_following import BundleFollowing
+from prejit.server.served import bundle_swaps
+from prejit.server.served.bundle_swaps import BundleFollowing
 from prejit.server.served.served import Models
 
 EVERY = 0.02
@@ -79,7 +79,7 @@ class Following:
 @pytest.fixture
 def following(bundle_dir, make_recipe, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(bundle_following, "say", said.append)
+    monkeypatch.setattr(bundle_swaps, "say", said.append)
     monkeypatch.setattr(repository, "PAUSES_SECONDS", ())
     monkeypatch.setattr(registry_client, "PAUSES_SECONDS", ())
     monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
