@@ -7,8 +7,13 @@ from pathlib import Path
 
 from prejit.compiler.checkpoint.tensor_files import tensors
 from prejit.runtime.errors import CheckpointError
-from prejit.runtime.lora.peft_config import CONFIG, PREFIX, rank_and_factor, read_config
-from prejit.runtime.lora.peft_files import adapter_files
+from prejit.runtime.lora.peft_files import (
+    CONFIG,
+    PREFIX,
+    adapter_files,
+    rank_and_factor,
+    read_config,
+)
 
 
 def is_adapter(directory: Path) -> bool:

@@ -27,15 +27,15 @@ from prejit.compiler.checkpoint.parameter_sources import (
 from prejit.compiler.checkpoint.tensor_files import tensors
 from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
-from prejit.runtime.lora.peft_config import (
+from prejit.runtime.lora.peft_files import (
     CONFIG,
     MERGE,
     PREFIX,
+    adapter_files,
     is_target,
     rank_and_factor,
     read_config,
 )
-from prejit.runtime.lora.peft_files import adapter_files
 
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.layer_config import Naming

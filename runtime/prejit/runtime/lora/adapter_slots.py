@@ -27,8 +27,7 @@ from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
 from prejit.runtime.format.checks.adapter_stacks import StackPair, stack_pairs
 from prejit.runtime.format.names import ADAPTED
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.lora.peft_config import SIGNATURES
-from prejit.runtime.lora.peft_files import AdapterValues, read_adapter
+from prejit.runtime.lora.peft_files import SIGNATURES, AdapterValues, read_adapter
 from prejit.runtime.programs.ready_programs import Programs
 from prejit.runtime.trust.decision import Decision, TrustTarget, decide
 from prejit.runtime.trust.policy import Policy, read_policy
