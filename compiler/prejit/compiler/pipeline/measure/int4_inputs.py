@@ -32,9 +32,8 @@ from prejit.compiler.models.int4_feedback import Inputs
 from prejit.compiler.models.int4_rounding import Rows
 from prejit.compiler.models.narrow_matrices import INLINED, called
 from prejit.compiler.models.parameters import parametrized
-from prejit.compiler.pipeline.measure import streamed
-from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, encode_text
-from prejit.compiler.pipeline.measure.streamed import Weight
+from prejit.compiler.pipeline.measure import model_comparison
+from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, Weight, encode_text
 from prejit.compiler.pipeline.model import ModelSource
 from prejit.compiler.pipeline.pack.weights_layer import RoundedByText
 from prejit.runtime.base.wording import few
@@ -164,7 +163,7 @@ class _Rounder:
         """Return the results of one operation."""
         kind = equation.primitive.name
         if not any(isinstance(each, Weight) for each in given):
-            return streamed.apply(equation, given)
+            return model_comparison.apply(equation, given)
         if kind in INLINED:
             return narrow_matrices.evaluate(called(equation), given, self._apply)
         if kind == "while":
@@ -175,7 +174,7 @@ class _Rounder:
             return given
         if kind == "dot_general":
             self._multiplied(equation, *given)
-        return streamed.apply(equation, given)
+        return model_comparison.apply(equation, given)
 
     def _looped(self, equation: Any, given: list[Any]) -> Sequence[Any]:
         """Return the results of a loop over experts."""
