@@ -109,7 +109,7 @@ GOLDEN = ("prejit.compiler.pipeline.measure.golden_child",)
 SIZES = ("prejit.compiler.pipeline.measure.sizes_child:_compare",)
 """The code that compares programs with their functions at other sizes."""
 TOKENIZER = (
-    "prejit.compiler.checkpoint.tokenizer_check",
+    "prejit.compiler.checkpoint.configured_tokenizer",
     "prejit.compiler.checkpoint.configured_tokenizer",
 )
 """The code that tries a tokenizer."""

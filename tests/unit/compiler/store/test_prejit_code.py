@@ -77,7 +77,7 @@ CHANGES = [
     ("compiler.compile.worker.xla:_compile_ahead", {"COMPILING"}),
     ("runtime.device._jax_parts:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
     ("compiler.native.kernel_library:_LINK_FLAGS", {"KERNELS"}),
-    ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),
+    ("compiler.checkpoint.configured_tokenizer:", {"TOKENIZER"}),
 ]
 """What decides results makes them again, and no others."""
 
