@@ -68,7 +68,7 @@ OWN_WEIGHTS = (
 )
 """The code that makes the tensors of a decoder of the user."""
 USER_FUNCTIONS = (
-    "prejit.compiler.lowering.user.exported_programs",
+    "prejit.compiler.lowering.user.found_function",
     "prejit.compiler.lowering.user.found_function",
     "prejit.compiler.lowering.user.flax_modules",
     "prejit.compiler.lowering.user.function_lowering",
