@@ -18,10 +18,10 @@ from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.decoder_table import SEEING
 from prejit.compiler.models.families.encoder_table import ENCODERS, HEADS, WITH_SEGMENTS
+from prejit.compiler.models.families.encoders import ScoringEncoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.score_layout import IDENTITY, SIGMOID
-from prejit.compiler.models.families.scoring import ScoringEncoder
 from prejit.compiler.models.families.sentence import (
     EncoderConfig,
     EncoderSource,

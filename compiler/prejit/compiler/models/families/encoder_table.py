@@ -29,7 +29,9 @@ from prejit.compiler.models.families.encoder_decoders import RelativeBias
 from prejit.compiler.models.families.encoders import (
     EncoderFamily,
     EncoderNames,
+    ScoringHead,
     TextEncoder,
+    pooler,
 )
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS
@@ -39,7 +41,6 @@ from prejit.compiler.models.families.rotary_encoders import (
     RotaryFamily,
     SegmentedTokens,
 )
-from prejit.compiler.models.families.scoring import ScoringHead, pooler
 from prejit.compiler.models.layers.config_checks import (
     FARTHEST,
     INNER,
