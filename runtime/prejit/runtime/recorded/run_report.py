@@ -13,7 +13,8 @@ from prejit.runtime.base.wording import table
 from prejit.runtime.format.bundle_schema import RecordedProgram
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.recorded.hook import jax_texts
-from prejit.runtime.recorded.hook_events import (
+from prejit.runtime.recorded.recorded_bundle import RecordedBundle
+from prejit.runtime.recorded.watched_command import (
     HIT,
     REFUSED,
     UNCACHED,
@@ -23,7 +24,6 @@ from prejit.runtime.recorded.hook_events import (
     WatchedProcess,
     read_events,
 )
-from prejit.runtime.recorded.recorded_bundle import RecordedBundle
 
 _PAUSE_SECONDS = 0.5
 """How often a running program's misses are looked for."""
