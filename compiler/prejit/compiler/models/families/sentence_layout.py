@@ -26,10 +26,13 @@ from typing import Any
 from prejit.compiler.base.json_file import read_list, read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import Encode
-from prejit.compiler.models.families.layout_settings import HINT, LAYOUT, expect, known_keys
 from prejit.compiler.models.families.score_layout import (
+    HINT,
+    LAYOUT,
     Answers,
     PairTemplate,
+    expect,
+    known_keys,
     message_form,
     of_chat,
     read_answers,
