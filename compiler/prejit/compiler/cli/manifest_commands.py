@@ -325,7 +325,7 @@ def check_model(
         directory = model_directory(published)
         _print_published(directory, directory / published.name)
         return 0
-    from prejit.compiler.checking.adapter_room import describe_adapter, is_adapter
+    from prejit.compiler.checkpoint.adapters import describe_adapter, is_adapter
 
     if is_adapter(published):
         print_text(describe_adapter(published))
