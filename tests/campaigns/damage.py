@@ -116,8 +116,8 @@ def files(bundle):
 def chunked(bundle):
     """Return the size of the chunks of each file that is read by chunks; kernels are read whole."""
     roles = files(bundle)
-    weights_layer = json.loads(roles["config"].read_bytes())["chunks"]
-    named = {name.removeprefix(_MEDIA): each["size"] for name, each in weights_layer.items()}
+    chunks = json.loads(roles["config"].read_bytes())["chunks"]
+    named = {name.removeprefix(_MEDIA): each["size"] for name, each in chunks.items()}
     return {roles[name]: size for name, size in named.items() if not name.startswith("kernels")}
 
 

@@ -3,5 +3,5 @@
     Progress.steps + Built + the bundle's program tables -> BuildReport -> NAME.report.json, NAME.report.html
 
 `build_report` makes the values without reading files, finds lanes and the critical path, and compares two
-reports; `build_page` draws, and `report_files` reads the bundle and writes. Imports `pipeline`.
+reports; `report_files` reads the bundle, draws and writes. Imports `pipeline`.
 """

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pages import render
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Progress
 from prejit.compiler.reporting.build_report import (
@@ -124,6 +123,8 @@ class StepMark:
 
 def report_page(report: BuildReport) -> str:
     """Return the page of a report as HTML."""
+    from prejit.compiler.pages import render  # imports jinja2, which most builds do without
+
     lanes = sorted({step.lane for step in report.steps}, key=_lane_order)
     path: dict[str, float] = {}
     for link in report.critical_path:

@@ -1,4 +1,4 @@
-"""The adapters that a bundle holds at a time, whom they are trusted from, and the programs that run with them."""
+"""The adapters that a bundle holds at a time, and the programs that run while a row of a batch has one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import gc
 import os
 import re
 import threading
-import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,17 +20,13 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.wording import did_you_mean, few
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
-from prejit.runtime.errors import UntrustedError, UntrustedWarning, UsageError
+from prejit.runtime.errors import UsageError
 from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
 from prejit.runtime.format.checks.adapter_stacks import StackPair, stack_pairs
 from prejit.runtime.format.names import ADAPTED
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.lora.peft_files import SIGNATURES, AdapterValues, read_adapter
+from prejit.runtime.lora.peft_files import AdapterValues, read_adapter
 from prejit.runtime.programs.ready_programs import Programs
-from prejit.runtime.trust.decision import Decision, TrustTarget, decide
-from prejit.runtime.trust.policy import Policy, read_policy
-from prejit.runtime.trust.reasons import Reason
-from prejit.runtime.trust.signed_statements import MAX_ENVELOPE_BYTES, MAX_SIGNATURES
 
 NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,127}", re.ASCII)
 """The name of an adapter. It has no colon, which divides it from the name of a bundle in requests."""
@@ -170,6 +164,8 @@ class Adapters:
 
     def _check_trust(self, path: Path, digest: str) -> None:
         if self._policies:
+            from prejit.runtime.lora.adapter_trust import check_adapter  # it needs cryptography
+
             check_adapter(self._policies, self._bundle, path, digest)
 
     def _take_slot(self) -> int:
@@ -247,56 +243,3 @@ class AdaptedPrograms(DecoderPrograms):
             program = self.programs.table[f"{ADAPTED}{program.name}"]
             inputs = {**inputs, **self.adapters.stacks()}
         return super().run(program, inputs, cache)
-
-
-def check_adapter(policies: Sequence[str], bundle: str, path: Path, digest: str) -> None:
-    """Check that every policy lets an adapter be loaded into a bundle.
-
-    The rule for the bundle's name decides which keys and identities must have signed the adapter, too. A rule
-    that asks for no signatures, because a channel names the bundle, lets no adapter be loaded.
-
-    Args:
-        policies: the files of the policies.
-        bundle: the name of the bundle.
-        path: the directory of the adapter.
-        digest: of its files, as they were read.
-
-    Raises:
-        UntrustedError: a policy refuses it.
-        PolicyError: a policy cannot be read.
-    """
-    for each in policies:
-        policy = read_policy(each)
-        decision = _decision(policy, TrustTarget(bundle, digest, digest), path)
-        if (refusal := decision.refusal) is not None:
-            raise UntrustedError(
-                str(path),
-                f"{policy.path} does not let the adapter be loaded into {bundle} ({refusal.case}): "
-                f"{refusal.text}",
-                case=refusal.case,
-                hint=f"sign it as it is now, with a key of the rule: prejit sign {path} --key KEY",
-            )
-        for reason in decision.reported:
-            text = f"{path}: {policy.path} reports about the adapter ({reason.case}): {reason.text}"
-            warnings.warn(text, UntrustedWarning, stacklevel=2)
-
-
-def _decision(policy: Policy, target: TrustTarget, path: Path) -> Decision:
-    rule = policy.rule_for(target.bundle)
-    if rule is None or rule.level == "skip":
-        return decide(policy, target, (), None, time.time())
-    if not rule.threshold:
-        text = "expected a rule with keys or identities that sign adapters, found one with a channel alone"
-        return Decision(Reason("no-adapter-keys", "authenticity", text))
-    alone = rule._replace(channel=None, provenance=None, sbom=False)
-    signatures = _signatures(path / SIGNATURES)
-    return decide(policy._replace(rules=(alone,)), target, signatures, None, time.time())
-
-
-def _signatures(file: Path) -> list[bytes]:
-    """Return the lines of the file of signatures; none if there is no file."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(MAX_SIGNATURES * MAX_ENVELOPE_BYTES).splitlines()[:MAX_SIGNATURES]
-    except OSError:
-        return []
