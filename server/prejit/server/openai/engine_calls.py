@@ -1,4 +1,4 @@
-"""Requests to an engine on behalf of an HTTP request, which end when its client is gone, and event streams."""
+"""Requests to an engine on behalf of an HTTP request, which end when its client is gone; and streams."""
 
 from __future__ import annotations
 
