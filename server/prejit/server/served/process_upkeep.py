@@ -1,4 +1,4 @@
-"""A server's process: its heap, its open files, and the threads in which it does what takes long."""
+"""A server's process: its heap, open files, threads for what takes long, messages to whoever started it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Round the matrices of a published model to int4 by what enters them on a text (models/int4_feedback.py).
 
-The model in float32 is evaluated on the beginning of `model.evaluation`, operation by operation
-(model_comparison.py); the end of that text measures the accuracy. Where a matrix is multiplied with, it is rounded.
+The model in float32 is evaluated on the beginning of `model.evaluation`, operation by operation (see
+model_comparison.py); the end of that text measures the accuracy. A matrix is rounded where it multiplies.
 Memory holds what lies between two layers, the products of the inputs of one matrix, and the rounded matrices.
 The matrices of a mixture are rounded expert by expert, each by the tokens that reach it.
 """
