@@ -26,10 +26,10 @@ from jax import lax
 
 from prejit.compiler.base.stored_dtypes import Groups
 from prejit.compiler.models import int4_rounding
+from prejit.compiler.models.int4_rounding import Values
 from prejit.compiler.models.layers import int4_words
 from prejit.runtime.base.process_facts import cpus
 
-Values = np.ndarray[Any, Any]
 
 _LEAST_DAMPING = 0.01
 """Minimum part of the mean square of all inputs that is added to the square of each."""
@@ -73,7 +73,7 @@ def inputs_of(products: Values, rows: int) -> Inputs | None:
     return _factored(products / np.float32(mean), damping)
 
 
-def quantized(matrix: Values, inputs: Inputs, name: str, groups: Groups) -> tuple[Values, Values]:
+def quantized_for(matrix: Values, inputs: Inputs, name: str, groups: Groups) -> tuple[Values, Values]:
     """Return the words and scales of a matrix, float32 [out, in], finite, in such groups of inputs.
 
     `name` is its name, for the error.

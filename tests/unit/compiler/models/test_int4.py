@@ -345,10 +345,10 @@ def test_it_is_another_loss_than_that_of_the_paper_column_by_column(outputs, cou
     known = int4_feedback.inputs_of(products, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(int4_feedback, "_improve", lambda *arguments: None)
-        first = int4_feedback.quantized(matrix, known, "w", groups)
+        first = int4_feedback.quantized_for(matrix, known, "w", groups)
     first, found = (
         int4_words.unpacked(*each, outputs)
-        for each in (first, int4_feedback.quantized(matrix, known, "w", groups))
+        for each in (first, int4_feedback.quantized_for(matrix, known, "w", groups))
     )
     damping = max(0.01, inputs / rows / 16)
     damped = products + damping * np.diag(products).mean() * np.eye(inputs)
@@ -367,7 +367,7 @@ def test_equal_integers_far_from_ties_and_many_blocks_of_outputs(monkeypatch):
     matrix = rng.standard_normal((600, 160)).astype(np.float32)
     products = int4_feedback.squares(x)
     known = int4_feedback.inputs_of(products, len(x))
-    words, scales = int4_feedback.quantized(matrix, known, "w", GROUPS_OF_32)
+    words, scales = int4_feedback.quantized_for(matrix, known, "w", GROUPS_OF_32)
     expected = by_column(matrix, products, 0.01, GROUPS_OF_32)
     same = (int4_words.unpacked(words, scales, 600) == expected).all(axis=1)
     assert same.mean() > 0.95
@@ -379,9 +379,9 @@ def test_inputs_that_say_nothing_and_values_that_float16_cannot_scale():
     x = inputs_like_those_of_layers(np.random.default_rng(2), 300, 64)
     known = int4_feedback.inputs_of(int4_feedback.squares(x), 300)
     with pytest.raises(CheckpointError, match=r"h\.weight: expected values up to 390,000"):
-        int4_feedback.quantized(np.full((64, 64), 1e7, np.float32), known, "h.weight", GROUPS_OF_32)
+        int4_feedback.quantized_for(np.full((64, 64), 1e7, np.float32), known, "h.weight", GROUPS_OF_32)
     zeros = np.zeros((20, 64), np.float32)
-    words, scales = int4_feedback.quantized(zeros, known, "w", GROUPS_OF_32)
+    words, scales = int4_feedback.quantized_for(zeros, known, "w", GROUPS_OF_32)
     assert not int4_words.unpacked(words, scales, 20).any()
 
 
@@ -396,5 +396,5 @@ def test_products_are_those_of_the_cpu_in_every_thread(monkeypatch):
     monkeypatch.setattr(int4_feedback.lax, "dot_general", dot_general)
     x = inputs_like_those_of_layers(np.random.default_rng(3), 300, 256)
     known = int4_feedback.inputs_of(int4_feedback.squares(x), 300)
-    int4_feedback.quantized(x[:64], known, "w", GROUPS_OF_32)
+    int4_feedback.quantized_for(x[:64], known, "w", GROUPS_OF_32)
     assert used == {cpu}

@@ -226,7 +226,7 @@ class _Rounder:
             matrix, (_, inputs) = weight.rows[0 : shape[0]], self._last
             if inputs is not None:
                 matrix, groups = matrix if of_matrix == (1,) else matrix.T, self.wanted[weight.name]
-                found = int4_feedback.quantized(matrix, inputs, weight.name, groups)
+                found = int4_feedback.quantized_for(matrix, inputs, weight.name, groups)
                 self.found[weight.name] = found
 
 
@@ -277,7 +277,7 @@ class _Experts:
         if self._matrix is not None and self._products is not None and self._count >= _LEAST_ROWS:
             inputs = int4_feedback.inputs_of(self._products, self._count)
             if inputs is not None and self._place not in self._found:
-                self._found[self._place] = int4_feedback.quantized(
+                self._found[self._place] = int4_feedback.quantized_for(
                     self._matrix.matrix, inputs, self.name, GROUPS_OF_32
                 )
         self._matrix, self._products, self._count = None, None, 0
