@@ -1,4 +1,4 @@
-"""Round the matrices of a published model to int4 by what enters them on a text (models/int4_feedback.py).
+"""Round the matrices of a published model to int4 by what enters them on a text (models/int4_rounding.py).
 
 The model in float32 is evaluated on the beginning of `model.evaluation`, operation by operation (see
 model_comparison.py); the end of that text measures the accuracy. A matrix is rounded where it multiplies.
@@ -21,15 +21,8 @@ from jax.extend.core import ClosedJaxpr
 
 from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.models import (
-    int4_feedback,
-    int4_rounding,
-    model_registry,
-    narrow_matrices,
-    quantizing,
-)
-from prejit.compiler.models.int4_feedback import Inputs
-from prejit.compiler.models.int4_rounding import Rows
+from prejit.compiler.models import int4_rounding, model_registry, narrow_matrices, quantizing
+from prejit.compiler.models.int4_rounding import Inputs, Rows
 from prejit.compiler.models.narrow_matrices import INLINED, called
 from prejit.compiler.models.parameters import parametrized
 from prejit.compiler.pipeline.measure import model_comparison
@@ -222,11 +215,11 @@ class _Rounder:
         elif weight.name not in self.found:
             if self._last[0] is not x:
                 rows = np.asarray(x).reshape(-1, x.shape[-1])
-                self._last = x, int4_feedback.inputs_of(int4_feedback.squares(rows), len(rows))
+                self._last = x, int4_rounding.inputs_of(int4_rounding.squares(rows), len(rows))
             matrix, (_, inputs) = weight.rows[0 : shape[0]], self._last
             if inputs is not None:
                 matrix, groups = matrix if of_matrix == (1,) else matrix.T, self.wanted[weight.name]
-                found = int4_feedback.quantized_for(matrix, inputs, weight.name, groups)
+                found = int4_rounding.quantized_for(matrix, inputs, weight.name, groups)
                 self.found[weight.name] = found
 
 
@@ -269,15 +262,15 @@ class _Experts:
         """Add inputs of the last expert, float32 [R, in]; rows of zeros fill up a block."""
         rows = x[x.any(axis=-1)]
         if len(rows):
-            products = int4_feedback.squares(rows)
+            products = int4_rounding.squares(rows)
             self._products = products if self._products is None else self._products + products
             self._count += len(rows)
 
     def _end(self) -> None:
         if self._matrix is not None and self._products is not None and self._count >= _LEAST_ROWS:
-            inputs = int4_feedback.inputs_of(self._products, self._count)
+            inputs = int4_rounding.inputs_of(self._products, self._count)
             if inputs is not None and self._place not in self._found:
-                self._found[self._place] = int4_feedback.quantized_for(
+                self._found[self._place] = int4_rounding.quantized_for(
                     self._matrix.matrix, inputs, self.name, GROUPS_OF_32
                 )
         self._matrix, self._products, self._count = None, None, 0
