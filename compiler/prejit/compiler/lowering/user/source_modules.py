@@ -29,7 +29,7 @@ from prejit.compiler.lowering.user.trace_inputs import (
 )
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format import constants
-from prejit.runtime.jitted.function_sources import MODULE, PACKAGE, SCRIPTS, loaded, module_name
+from prejit.runtime.jitted.jit_call import MODULE, PACKAGE, SCRIPTS, loaded, module_name
 
 _MOST_OBJECTS = 100_000
 """Maximum number of objects that are visited: one of them may lead to most of the process."""
