@@ -15,8 +15,8 @@ from prejit.runtime.cli.output import print_json, print_text
 
 if TYPE_CHECKING:
     from prejit.compiler.checking.subject import Finding
+    from prejit.compiler.manifest.chosen_buckets import Buckets
     from prejit.compiler.manifest.manifest import Manifest
-    from prejit.compiler.suggesting.chosen_buckets import Buckets
     from prejit.compiler.suggesting.request_log import LoggedRequests
     from prejit.compiler.targets.listing import Listed
 
@@ -159,7 +159,7 @@ def _buckets(
     log: LoggedRequests, manifest: Manifest | None, programs: int | None
 ) -> tuple[Buckets | None, Buckets]:
     """Return the buckets of today, if there is a manifest, and the suggested ones."""
-    from prejit.compiler.suggesting.chosen_buckets import (
+    from prejit.compiler.manifest.chosen_buckets import (
         decoder_buckets,
         encoder_buckets,
         suggest_decoder,
@@ -205,9 +205,9 @@ def _seconds(
     report: Path | None, manifest: Manifest | None, each: tuple[Buckets | None, Buckets]
 ) -> list[float | None]:
     """Return the estimated compile seconds of buckets for all targets; None: not known."""
+    from prejit.compiler.manifest.chosen_buckets import read_seconds
     from prejit.compiler.manifest.manifest import Generate
     from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
-    from prejit.compiler.suggesting.chosen_buckets import read_seconds
 
     if report is None or manifest is None:
         return [None for _ in each]
