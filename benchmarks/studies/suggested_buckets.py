@@ -31,8 +31,8 @@ from prejit.compiler.manifest.chosen_buckets import (
     suggest_encoder,
 )
 from prejit.compiler.manifest.manifest import Encode, Generate
+from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
-from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.runtime.errors import UsageError
 
 REQUESTS = 5_000

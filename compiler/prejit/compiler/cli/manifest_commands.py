@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prejit.compiler.checking.subject import Finding
     from prejit.compiler.manifest.chosen_buckets import Buckets
     from prejit.compiler.manifest.manifest import Manifest
-    from prejit.compiler.suggesting.request_log import LoggedRequests
+    from prejit.compiler.manifest.request_log import LoggedRequests
     from prejit.compiler.targets.listing import Listed
 
 
@@ -132,7 +132,7 @@ def suggest(
 ) -> int:
     """Choose the buckets that pad the requests of LOG least, for a budget of programs."""
     from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.suggesting.request_log import read_log
+    from prejit.compiler.manifest.request_log import read_log
     from prejit.runtime.errors import UsageError
 
     of = None if manifest is None else read_manifest(manifest)

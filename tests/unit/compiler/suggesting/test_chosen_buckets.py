@@ -21,8 +21,8 @@ from prejit.compiler.manifest.chosen_buckets import (
 )
 from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Model
 from prejit.compiler.manifest.reading import check_manifest
+from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.compiler.manifest.specs import program_specs
-from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.runtime.errors import UsageError
 
 MODEL = Model(str(Path(__file__).parents[4] / "manifests" / "demo-model"))
