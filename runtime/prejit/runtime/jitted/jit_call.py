@@ -1,7 +1,8 @@
-"""A call of a jitted function: its arguments, as jax.jit tells them apart, what the function holds, its sources.
+"""A call of a jitted function: its arguments, as jax.jit tells them apart, and what the function depends on.
 
-A build lists the sources in the state of a program as `module NAME` and `package NAME`, by digest and version;
-a call looks at each of them again. A function without a file, as of a notebook, is compared by its code.
+A build lists the sources of a function in the state of a program: `module NAME` with a digest, `package NAME`
+with a version. A call looks at each of them again. A function without a file, as of a notebook, is compared by
+its code.
 """
 
 from __future__ import annotations

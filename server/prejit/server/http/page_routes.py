@@ -65,7 +65,7 @@ def routes(models: Models) -> list[Route]:
 
 
 def _file(path: str, name: str, media_type: str) -> Route:
-    content = files("prejit.server.page").joinpath(name).read_bytes()
+    content = files("prejit.server.http").joinpath("page", name).read_bytes()
 
     async def send(request: Request) -> Response:
         return Response(content, headers=_HEADERS, media_type=media_type)
