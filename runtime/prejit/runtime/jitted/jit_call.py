@@ -1,8 +1,8 @@
 """A call of a jitted function: its arguments, as jax.jit tells them apart, and what the function depends on.
 
 A build lists the sources of a function in the state of a program: `module NAME` with a digest, `package NAME`
-with a version. A call looks at each of them again. A function without a file, as of a notebook, is compared by
-its code.
+with a version. A call looks at each of them again. A function without a file, as of a notebook, is compared
+by its code.
 """
 
 from __future__ import annotations
