@@ -171,26 +171,7 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
     scores = answers is not None or (
         kinds == ["Transformer"] and kind.endswith("ForSequenceClassification")
     )
-    if not (is_plain or scores) and (
-        kinds[:2] != ["Transformer", "Pooling"]
-        or kinds.count("Normalize") > (kinds[-1] == "Normalize")
-    ):
-        raise CheckpointError(
-            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize; or one "
-            "Transformer of the class ...ForSequenceClassification; or Transformer of the class "
-            f"...ForCausalLM and LogitScore; found {', '.join(kinds) or 'none'}",
-            hint=HINT,
-        )
-    for name, path in modules:
-        if name not in _WITH_FILES or (
-            path.is_dir() and (name == "Transformer" or path != directory)
-        ):
-            continue
-        found = "" if path == directory else path.name
-        raise CheckpointError(
-            f"{file}: path of the module {name}: expected a directory beside it, found {shown(found)}",
-            hint="correct path, or take the directory that was published with modules.json",
-        )
+    _check_modules(file, modules, has_any_order=is_plain or scores)
     modes: tuple[str, ...] = ("lasttoken" if causal else "mean",)
     width, files = None, [*([] if is_plain else [file])]
     files += _present(transformer, "config.json", "tokenizer_config.json")
@@ -261,6 +242,32 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
             *([] if is_plain else _present(directory, _SETTINGS)),
         ),
     )
+
+
+def _check_modules(file: Path, modules: Sequence[tuple[str, Path]], *, has_any_order: bool) -> None:
+    """Check that modules come in an order that is supported, each with its directory beside modules.json."""
+    kinds = [kind for kind, _ in modules]
+    if not has_any_order and (
+        kinds[:2] != ["Transformer", "Pooling"]
+        or kinds.count("Normalize") > (kinds[-1] == "Normalize")
+    ):
+        raise CheckpointError(
+            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize; or one "
+            "Transformer of the class ...ForSequenceClassification; or Transformer of the class "
+            f"...ForCausalLM and LogitScore; found {', '.join(kinds) or 'none'}",
+            hint=HINT,
+        )
+    directory = file.parent
+    for name, path in modules:
+        if name not in _WITH_FILES or (
+            path.is_dir() and (name == "Transformer" or path != directory)
+        ):
+            continue
+        found = "" if path == directory else path.name
+        raise CheckpointError(
+            f"{file}: path of the module {name}: expected a directory beside it, found {shown(found)}",
+            hint="correct path, or take the directory that was published with modules.json",
+        )
 
 
 def _modules(file: Path) -> Iterator[tuple[str, Path]]:
