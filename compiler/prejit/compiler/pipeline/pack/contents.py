@@ -20,14 +20,18 @@ from prejit.compiler.models.families.image_processing import MATCHING
 from prejit.compiler.native.kernel_library import KernelLibrary, needed_glibc
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.executable_jobs import CompiledTarget, Submitted
-from prejit.compiler.pipeline.libraries import ReadLibrary, allowed_features, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.pack.weights_layer import chunks_of
 from prejit.compiler.pipeline.plan import Lowered, Plan
 from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.pipeline.target_tools import TargetKernels
+from prejit.compiler.pipeline.target_tools import (
+    ReadLibrary,
+    TargetKernels,
+    allowed_features,
+    libraries_of,
+)
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import CUDA
 from prejit.compiler.targets.toolchain import Toolchain
