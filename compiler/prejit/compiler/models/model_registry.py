@@ -28,7 +28,7 @@ from prejit.compiler.models.families.sentence import (
     PooledEncoder,
     WholeEncoder,
 )
-from prejit.compiler.models.layers import forms_while_tracing
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
 
@@ -73,7 +73,7 @@ def make_decoder(
     if getattr(config, "sight", None) is not None:
         assert family.seeing is not None
         build = family.seeing
-    with forms_while_tracing.storing(out_in=out_in):
+    with kernel_calls.storing(out_in=out_in):
         module: nnx.Module = nnx.eval_shape(lambda: build(config, context))
     quantizing.store(module, dtype, groups)
     return module
@@ -164,7 +164,7 @@ def make_encoder(
     """
     describe_encoder(source)
     family = ENCODERS[source.config.model_type]
-    with forms_while_tracing.storing(out_in=out_in):
+    with kernel_calls.storing(out_in=out_in):
         module: WholeEncoder = nnx.eval_shape(lambda: _encoder(source, family))
     quantizing.store(module, dtype, groups, chosen)
     return module

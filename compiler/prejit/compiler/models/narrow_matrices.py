@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.models.layers import forms_while_tracing, kernel_calls, linear
+from prejit.compiler.models.layers import kernel_calls, linear
 from prejit.compiler.native.products import KERNEL, Product
 
 
@@ -76,7 +76,7 @@ _USES: ContextVar[Uses | None] = ContextVar("uses", default=None)
 
 def recording() -> AbstractContextManager[Uses]:
     """Record what functions that are called inside the block do with matrices."""
-    return forms_while_tracing.while_tracing(_USES, {})
+    return kernel_calls.while_tracing(_USES, {})
 
 
 def _record(matrix: NarrowMatrix, axes: tuple[int, ...] | None) -> None:
@@ -167,7 +167,7 @@ def _multiplied(
     """Return the product of x [..., in] with a matrix as `Linear` computes it: float32 [..., out]."""
     inputs, outputs = stored.shape if in_out else stored.shape[::-1]
     rows = math.prod(x.shape[:-1])
-    form = forms_while_tracing.form_of(Product(str(stored.dtype), rows, inputs, outputs, in_out))
+    form = kernel_calls.form_of(Product(str(stored.dtype), rows, inputs, outputs, in_out))
     if form == KERNEL:
         if scale is None and STORED_DTYPES[str(stored.dtype)].has_scales:
             scale = jnp.ones(outputs)

@@ -46,7 +46,7 @@ from prejit.runtime.format.names import DRAFT
 if TYPE_CHECKING:
     from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.own_decoder import OwnModel
-    from prejit.compiler.models.layers.forms_while_tracing import Forms
+    from prejit.compiler.models.layers.kernel_calls import Forms
     from prejit.compiler.models.layers.layer_config import DecoderConfig
     from prejit.compiler.models.parameters import Parametrized
 
@@ -188,7 +188,7 @@ def lower_native(
 def _lower_native(
     space: Workspace, program: PlannedProgram, key: Key, forms: Mapping[Product, str]
 ) -> Native:
-    from prejit.compiler.models.layers.forms_while_tracing import Forms
+    from prejit.compiler.models.layers.kernel_calls import Forms
 
     chosen = Forms(forms)
     how = lower_own_decoder if space.plan.manifest.has_own_model else _lower_published
