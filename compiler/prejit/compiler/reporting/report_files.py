@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.pipeline.build_interface import Built
-from prejit.compiler.progress import Progress
-from prejit.compiler.reporting.build_report import (
+from prejit.compiler.pipeline.build_report import (
     BETWEEN,
     COMPILED,
     REPORT_VERSION,
@@ -22,6 +21,7 @@ from prejit.compiler.reporting.build_report import (
     change,
     make_report,
 )
+from prejit.compiler.progress import Progress
 from prejit.runtime.base.wording import size
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.cli.inspect_tables import accuracy_table

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.extent import examples
 from tests.html_pages import EVIL, alone
 
-from prejit.compiler.progress import Step
-from prejit.compiler.reporting.build_report import (
+from prejit.compiler.pipeline.build_report import (
     BETWEEN,
     BuildReport,
     Change,
@@ -21,6 +20,7 @@ from prejit.compiler.reporting.build_report import (
     critical_path,
     place,
 )
+from prejit.compiler.progress import Step
 from prejit.compiler.reporting.report_files import report_page
 
 
