@@ -23,9 +23,9 @@ from prejit.compiler.pipeline.build_run import only_built
 from prejit.compiler.pipeline.executable_jobs import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.lower.model_checks import check_planned
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
+from prejit.compiler.pipeline.report_files import report_build
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
-from prejit.compiler.reporting.report_files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import Patient

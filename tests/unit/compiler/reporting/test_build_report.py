@@ -20,8 +20,8 @@ from prejit.compiler.pipeline.build_report import (
     critical_path,
     place,
 )
+from prejit.compiler.pipeline.report_files import report_page
 from prejit.compiler.progress import Step
-from prejit.compiler.reporting.report_files import report_page
 
 
 def program(name="p", **changes):
