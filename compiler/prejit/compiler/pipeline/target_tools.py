@@ -1,4 +1,4 @@
-"""The tools of each target: its toolchain, and what its programs may call: native kernels, the user's libraries.
+"""The tools of each target: its toolchain, and what its programs may call, kernels and libraries of the user.
 
 A library of FFI handlers that a manifest names is read and checked. Nothing is loaded.
 """
