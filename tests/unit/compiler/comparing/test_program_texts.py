@@ -10,7 +10,7 @@ import pytest
 from prejit.compiler import Program, build
 from prejit.compiler.comparing import roofline
 from prejit.compiler.comparing.difference import read_bundle
-from prejit.compiler.comparing.program_texts import find_target
+from prejit.compiler.comparing.inspected_programs import find_target
 from prejit.compiler.comparing.roofline import costs
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import PrejitError, UsageError
