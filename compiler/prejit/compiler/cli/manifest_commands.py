@@ -345,7 +345,7 @@ def check_model(
 def _print_published(directory: Path, weights: Path | None = None) -> None:
     """Print the sizes and estimates of a published model, and what is missing."""
     from prejit.compiler.checking.published_model import check_published
-    from prejit.compiler.comparing.roofline import measure_reading
+    from prejit.compiler.comparing.inspected_programs import measure_reading
     from prejit.runtime.base.wording import size, table
 
     found = check_published(directory, weights)

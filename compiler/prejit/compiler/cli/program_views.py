@@ -9,12 +9,13 @@ from pathlib import Path
 from prejit.compiler.bench.bench_page import spelled
 from prejit.compiler.comparing import inspected_programs
 from prejit.compiler.comparing.difference import read_bundle
-from prejit.compiler.comparing.inspected_programs import find_program, find_target
-from prejit.compiler.comparing.roofline import (
+from prejit.compiler.comparing.inspected_programs import (
     MachineLimits,
     ProgramCost,
     RooflineRow,
     costs,
+    find_program,
+    find_target,
     measure_limits,
     run_times,
 )
