@@ -50,7 +50,7 @@ from prejit.runtime.trust.signed_statements import (
 
 if TYPE_CHECKING:
     from prejit.compiler.signing.keyless import KeylessSigner
-    from prejit.compiler.signing.private_key import PrivateKey
+    from prejit.compiler.signing.signers import PrivateKey
 
     Signer = PrivateKey | KeylessSigner
 
