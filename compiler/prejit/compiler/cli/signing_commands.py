@@ -53,8 +53,7 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.bundle_signing import is_adapter, sign_adapter
     from prejit.compiler.signing.bundle_signing import sign as sign_bundle
-    from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
-    from prejit.compiler.signing.signers import read_private_key
+    from prejit.compiler.signing.signers import TOKEN_VARIABLE, keyless_signer, read_private_key
     from prejit.runtime.errors import UsageError
 
     check_one(

@@ -49,8 +49,7 @@ from prejit.runtime.trust.signed_statements import (
 )
 
 if TYPE_CHECKING:
-    from prejit.compiler.signing.keyless import KeylessSigner
-    from prejit.compiler.signing.signers import PrivateKey
+    from prejit.compiler.signing.signers import KeylessSigner, PrivateKey
 
     Signer = PrivateKey | KeylessSigner
 
