@@ -33,7 +33,9 @@ from prejit.compiler.pipeline.build_interface import (
     Built,
     BuiltProgram,
     Failed,
+    Packing,
     Services,
+    Turn,
 )
 from prejit.compiler.pipeline.executable_jobs import (
     CompiledTarget,
@@ -60,7 +62,6 @@ from prejit.compiler.pipeline.pack.weights_layer import RoundedByText, WeightsLa
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import Published, find_published
 from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.pipeline.shards import Packing, Turn
 from prejit.compiler.pipeline.target_tools import TargetTools, make_toolchain
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
