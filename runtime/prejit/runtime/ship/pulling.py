@@ -271,9 +271,6 @@ def _offline(reference: Reference, store: MachineStore, wanted: Wanted) -> Pulle
     return found
 
 
-_log = logging.getLogger(__name__)
-
-
 class _Place(NamedTuple):
     """The place of a chunk: a file, and its bytes from `start` up to `end`, without `end`."""
 

@@ -26,6 +26,7 @@ from prejit.runtime.format.names import INDEX_MEDIA_TYPE, OCI_LAYOUT
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
 
+_log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
 _HASHED_LATER = 8
 """How many pieces may be written before they are hashed."""
@@ -258,7 +259,6 @@ def checked(
         yield left
 
 
-_log = logging.getLogger(__name__)
 Fetch = Callable[[Descriptor, int], Iterator[bytes | memoryview]]
 """Gives a blob's bytes from a place on, for as long as they arrive."""
 PAUSES_SECONDS = (0.2, 1.0, 3.0, 8.0)

@@ -326,7 +326,6 @@ def _close(served: Served) -> None:
     served.bundle.close()
 
 
-_log = logging.getLogger(__name__)
 _LONGEST_PAUSE_SECONDS = 3600.0
 """Pauses double up to this one while a registry fails."""
 _NO_ROOM_SECONDS = 300.0
