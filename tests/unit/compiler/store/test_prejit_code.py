@@ -58,7 +58,7 @@ MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
 LOWERED = {"LOWERING", "USER_DECODERS"}
 CHANGES = [
     ("compiler.models.families.decoders:TextDecoder", {*MODELS, "BITS", "INT4_TEXT"}),
-    ("compiler.models.sharding:shardings", {"LOWERING"}),
+    ("compiler.models.decoder_matrices:shardings", {"LOWERING"}),
     (
         "compiler.models.quantizing:quantized",
         {"BITS", "WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},

@@ -222,7 +222,7 @@ def _lower_published(
     """Lower a program of a published model; `forms` are those of its products with kernels."""
     from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
     from prejit.compiler.lowering.encoder_programs import lower_encoder, lower_images
-    from prejit.compiler.models.sharding import shardings
+    from prejit.compiler.models.decoder_matrices import shardings
 
     if program.spec.kind.startswith(DRAFT) and (of_draft := space.of_draft) is not None:
         return _lower_published(of_draft, replace(program, spec=undrafted(program.spec)), forms)
