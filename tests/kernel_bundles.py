@@ -96,7 +96,7 @@ def registered_forms(cache):
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
-    from prejit.compiler.models.layers.forms_while_tracing import Forms
+    from prejit.compiler.models.layers.kernel_calls import Forms
     from prejit.compiler.native.kernel_library import SOURCES
     from prejit.compiler.native.products import KERNEL_CALLS
     from prejit.runtime.device import kernels

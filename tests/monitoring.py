@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from prejit.server.observe.monitoring_files import files
+from prejit.server.telemetry.monitoring_files import files
 
 FILES = files("runbooks")
 RULES_FILE = "prometheus/prejit.rules.yml"

@@ -15,7 +15,7 @@ from tests.ports import free_port
 from tests.processes import ran
 from tests.waiting import wait_for
 
-from prejit.server.observe.monitoring_files import write
+from prejit.server.telemetry.monitoring_files import write
 
 FASTER = 15
 """All durations of the rules and of the settings are divided by this number: scrapes come each second instead

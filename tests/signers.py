@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from prejit.compiler.signing.private_key import parse_private_key
+from prejit.compiler.signing.signers import parse_private_key
 
 
 @cache

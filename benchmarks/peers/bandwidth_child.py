@@ -16,7 +16,7 @@ import sys
 import numpy as np
 
 from benchmarks.harness import workload
-from prejit.compiler.bench.machine_limits import read_rates
+from prejit.compiler.comparing.inspected_programs import read_rates
 
 THREADS = 2
 

@@ -23,7 +23,7 @@ from flax import nnx
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.int4_rounding import Rows
-from prejit.compiler.models.layers import forms_while_tracing
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.compiler.pipeline.measure import int4_inputs, model_comparison
 from prejit.compiler.pipeline.model import ModelFiles, ModelSource
@@ -77,7 +77,7 @@ def main(directory: Path, text: Path, deciding: Path | None = None) -> None:
     def logits(weights: dict[str, Rows], *, rounds_rows: bool = False) -> Values:
         module = parametrized(rounding_x if rounds_rows else exact)
         compared = model_comparison.ComparedModel(module, weights)
-        with forms_while_tracing.rounding_rows():
+        with kernel_calls.rounding_rows():
             found = model_comparison._logits(compared, windows)()
         return np.concatenate([each[unread:-1] for each in found]).astype(np.float64)
 

@@ -34,7 +34,7 @@ from benchmarks.harness.workload import LLAMA_1B, LLAMA_TINY
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.forms_while_tracing import Forms, using
+from prejit.compiler.models.layers.kernel_calls import Forms, using
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 from prejit.compiler.native import products
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels

@@ -21,9 +21,7 @@ import numpy as np
 
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, option_parser, publish
-from prejit.compiler.manifest.manifest import Encode, Generate
-from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
-from prejit.compiler.suggesting.chosen_buckets import (
+from prejit.compiler.manifest.chosen_buckets import (
     Buckets,
     CompileSeconds,
     decoder_buckets,
@@ -32,7 +30,9 @@ from prejit.compiler.suggesting.chosen_buckets import (
     suggest_decoder,
     suggest_encoder,
 )
-from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
+from prejit.compiler.manifest.manifest import Encode, Generate
+from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
+from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
 from prejit.runtime.errors import UsageError
 
 REQUESTS = 5_000

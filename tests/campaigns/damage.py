@@ -60,12 +60,12 @@ def build(arguments):
     from tests.quick_compiling import compile_children_quickly
     from tests.signers import key_table, signer, write_policy
 
-    from prejit.compiler.pipeline.pack import chunks
+    from prejit.compiler.pipeline.pack import weights_layer
     from prejit.compiler.signing.bundle_signing import sign
     from prejit.runtime.__main__ import main
 
     compile_children_quickly()
-    chunks.CHUNK_BYTES = 1 << 20
+    weights_layer.CHUNK_BYTES = 1 << 20
     manifest, output, kept = arguments
     status = main(["build", manifest, "-o", output, "--cache", kept, "--no-measure"])
     rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\nsbom = true\nprovenance = {}\n'

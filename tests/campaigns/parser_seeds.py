@@ -35,7 +35,7 @@ def fixed_key():
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from prejit.compiler.signing.private_key import parse_private_key
+    from prejit.compiler.signing.signers import parse_private_key
 
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     key = ec.derive_private_key(0x5EED, ec.SECP256R1())

@@ -36,7 +36,7 @@ from prejit.runtime.machine.kept_files import (
     first_programs,
     remember_first_programs,
 )
-from prejit.runtime.programs.compile_cache import PortableKey, compiled_here
+from prejit.runtime.programs.local_compiler import PortableKey, compiled_here
 from prejit.runtime.recorded.recorded_bundle import open_recorded
 
 from . import faults, processes

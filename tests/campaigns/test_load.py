@@ -12,8 +12,7 @@ from tests.queued_server import queued_server
 
 from prejit.server.load.http_client import HttpClient
 from prejit.server.load.load_runs import LoadOptions, run_load
-from prejit.server.load.load_search import LoadLimits
-from prejit.server.load.load_window import measure, send_window
+from prejit.server.load.load_search import LoadLimits, measure, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths, arrival_times
 
 from .campaign import ROOT, facts, figures_file, machine_facts, setting, write_figures

@@ -89,11 +89,11 @@ def _hurry(answer_seconds):
         object_repository,
         registry_client,
         registry_repository,
-        remote_files,
+        repository,
     )
 
     changes = [
-        (remote_files, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
+        (repository, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
         (registry_client, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
         (registry_client, "_MOST_PAUSE_SECONDS", 0.02),
         (registry_repository, "_MANIFEST_PAUSES_SECONDS", (0.0, 0.01)),

@@ -15,8 +15,7 @@ from tests.parity.cases import Case
 from tests.processes import ran
 
 from prejit.compiler.targets import environments
-from prejit.compiler.targets.installing import make_environment
-from prejit.compiler.targets.interpreters import find_interpreter
+from prejit.compiler.targets.installing import find_interpreter, make_environment
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.base.typed_json import to_json

@@ -18,7 +18,7 @@ import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.lowering.user.own_decoder import find_model
-from prejit.compiler.models.layers.forms_while_tracing import Forms, using
+from prejit.compiler.models.layers.kernel_calls import Forms, using
 from prejit.compiler.native.products import Product
 from prejit.runtime import load
 from prejit.runtime.errors import PrejitError

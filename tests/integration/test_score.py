@@ -7,7 +7,7 @@ import pytest
 from tests.encoders import write_answers_modules, write_causal, write_heads, write_scorer
 from tests.manifests import encoder_manifest
 
-from prejit.compiler.models.families.token_heads import token_heads
+from prejit.compiler.models.families.sentence_layout import token_heads
 from prejit.runtime import ContextError, TruncationWarning, UsageError, load
 from prejit.runtime.errors import CheckpointError
 from prejit.server.engine.engine import Engine

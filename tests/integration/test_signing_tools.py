@@ -102,7 +102,7 @@ def test_model_signing_verifies_a_keyless_signature_of_its_identity_alone(bundle
     pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
     from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, token
 
-    from prejit.compiler.signing.keyless import keyless_signer
+    from prejit.compiler.signing.signers import keyless_signer
 
     config = tmp_path / "sigstore.json"
     with FakeSigstore().serving() as described:

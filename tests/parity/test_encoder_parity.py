@@ -11,7 +11,7 @@ from prejit.compiler.lowering.encoder_programs import lower_encoder
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.families.rotary_encoders import derived_of
-from prejit.compiler.models.layers.forms_while_tracing import Forms
+from prejit.compiler.models.layers.kernel_calls import Forms
 from prejit.compiler.models.parameters import parameters_of
 from prejit.compiler.native.products import INTEGERS, KERNEL_CALLS
 

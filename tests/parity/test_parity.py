@@ -11,7 +11,7 @@ from tests.extent import sampled
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.layers.forms_while_tracing import using
+from prejit.compiler.models.layers.kernel_calls import using
 from prejit.compiler.models.parameters import with_parameters
 
 from .cases import PROMPT, REFERENCE, STEPS, Case, cases

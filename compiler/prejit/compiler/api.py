@@ -17,15 +17,14 @@ from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.manifest_checks import is_bundle_name
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.manifest.valid_values import expected
-from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed
+from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed, Shard
 from prejit.compiler.pipeline.build_run import build_all as run_all
 from prejit.compiler.pipeline.build_run import only_built
 from prejit.compiler.pipeline.executable_jobs import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.lower.model_checks import check_planned
 from prejit.compiler.pipeline.plan import PlanOptions, plan_build
-from prejit.compiler.pipeline.shards import Shard
+from prejit.compiler.pipeline.report_files import report_build
 from prejit.compiler.progress import Progress, Quiet, open_progress
-from prejit.compiler.reporting.report_files import report_build
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import Patient

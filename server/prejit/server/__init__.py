@@ -11,16 +11,14 @@ The rooms, from the outside in:
 
     cli                     serve, replay, load, observe
     adapters                bundles inside Ray Serve, BentoML, MLServer, Triton
-    http                    the process, its connections, the application
-    page                    the page at /
+    http                    the process, its connections, the application, the page at /
     openai, inference       the two protocols
     gate                    what every request passes: keys, limits, hosts; errors as clients get them
-    telemetry               metrics, spans, the log of requests
+    telemetry               metrics, dashboards, alerts and runbooks; spans, the log of requests
     served                  the bundles of a server, by name, and how they are loaded
     engine                  one batch for all callers; shared runs
     grammar                 token masks of schemas, expressions and tools
     load                    open-loop load, the saturation curve, its knee
-    observe                 dashboards, alerts and runbooks
 """
 
 from importlib import import_module

@@ -31,7 +31,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     write_weights,
 )
 from prejit.compiler.pipeline.pack.bundle_writing import write_layout
-from prejit.compiler.pipeline.pack.chunks import VerityHash
+from prejit.compiler.pipeline.pack.weights_layer import VerityHash
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of

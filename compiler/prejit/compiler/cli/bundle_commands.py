@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prejit.runtime.base.wording import few, shortened, size, table
-from prejit.runtime.cli.bundle_references import with_all_targets
 from prejit.runtime.cli.command_options import (
     BUNDLE,
     COUNT,
@@ -29,6 +28,7 @@ from prejit.runtime.cli.command_options import (
     on_mismatch,
     output,
     page,
+    with_all_targets,
 )
 from prejit.runtime.cli.output import print_json, print_text, progress, write_text
 
@@ -92,7 +92,7 @@ def bench(
     from prejit.compiler.bench.bench_page import bench_page, notes, regression, text
     from prejit.compiler.bench.bench_report import read
     from prejit.compiler.bench.measure import Setup, judge
-    from prejit.runtime.cli.bundle_references import load_bundle
+    from prejit.runtime.cli.command_options import load_bundle
 
     check_one({"--baseline": baseline, "--against": against})
     earlier = read(baseline) if baseline is not None else None
@@ -274,7 +274,7 @@ def _print_speed(speed: Speed) -> None:
 def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json: bool) -> int:
     """Print which target each machine of a fleet loads, and the fewest targets to add for the rest."""
     from prejit.compiler.fleet.fleet_report import explain_fleet, fleet_page
-    from prejit.runtime.cli.bundle_references import bundle_files
+    from prejit.runtime.cli.command_options import bundle_files
     from prejit.runtime.format.checks.oci import target_of
     from prejit.runtime.format.names import BUNDLE_NAME
     from prejit.runtime.format.root import read_root
@@ -405,7 +405,7 @@ def rollout(
     Its repository gets what it lacks first. CHANNEL-previous leads to the bundle before.
     """
     from prejit.compiler.fleet.channel_rollout import Rollout
-    from prejit.runtime.cli.bundle_references import reporting
+    from prejit.runtime.cli.command_options import reporting
     from prejit.runtime.machine.fleet_machines import Fleet, read_fleet, unread
 
     check_one({"NEW": new, "--back": back or None}, required=True)

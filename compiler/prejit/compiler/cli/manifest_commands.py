@@ -15,9 +15,9 @@ from prejit.runtime.cli.output import print_json, print_text
 
 if TYPE_CHECKING:
     from prejit.compiler.checking.subject import Finding
+    from prejit.compiler.manifest.chosen_buckets import Buckets
     from prejit.compiler.manifest.manifest import Manifest
-    from prejit.compiler.suggesting.chosen_buckets import Buckets
-    from prejit.compiler.suggesting.request_log import LoggedRequests
+    from prejit.compiler.manifest.request_log import LoggedRequests
     from prejit.compiler.targets.listing import Listed
 
 
@@ -132,7 +132,7 @@ def suggest(
 ) -> int:
     """Choose the buckets that pad the requests of LOG least, for a budget of programs."""
     from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.suggesting.request_log import read_log
+    from prejit.compiler.manifest.request_log import read_log
     from prejit.runtime.errors import UsageError
 
     of = None if manifest is None else read_manifest(manifest)
@@ -159,7 +159,7 @@ def _buckets(
     log: LoggedRequests, manifest: Manifest | None, programs: int | None
 ) -> tuple[Buckets | None, Buckets]:
     """Return the buckets of today, if there is a manifest, and the suggested ones."""
-    from prejit.compiler.suggesting.chosen_buckets import (
+    from prejit.compiler.manifest.chosen_buckets import (
         decoder_buckets,
         encoder_buckets,
         suggest_decoder,
@@ -205,9 +205,9 @@ def _seconds(
     report: Path | None, manifest: Manifest | None, each: tuple[Buckets | None, Buckets]
 ) -> list[float | None]:
     """Return the estimated compile seconds of buckets for all targets; None: not known."""
+    from prejit.compiler.manifest.chosen_buckets import read_seconds
     from prejit.compiler.manifest.manifest import Generate
     from prejit.compiler.manifest.specs import decoder_specs, encoder_specs
-    from prejit.compiler.suggesting.chosen_buckets import read_seconds
 
     if report is None or manifest is None:
         return [None for _ in each]
@@ -325,7 +325,7 @@ def check_model(
         directory = model_directory(published)
         _print_published(directory, directory / published.name)
         return 0
-    from prejit.compiler.checking.adapter_room import describe_adapter, is_adapter
+    from prejit.compiler.checkpoint.adapters import describe_adapter, is_adapter
 
     if is_adapter(published):
         print_text(describe_adapter(published))
@@ -344,8 +344,8 @@ def check_model(
 
 def _print_published(directory: Path, weights: Path | None = None) -> None:
     """Print the sizes and estimates of a published model, and what is missing."""
-    from prejit.compiler.bench.machine_limits import measure_reading
     from prejit.compiler.checking.published_model import check_published
+    from prejit.compiler.comparing.inspected_programs import measure_reading
     from prejit.runtime.base.wording import size, table
 
     found = check_published(directory, weights)

@@ -7,20 +7,27 @@ from dataclasses import asdict
 from pathlib import Path
 
 from prejit.compiler.bench.bench_page import spelled
-from prejit.compiler.bench.machine_limits import MachineLimits, measure_limits
-from prejit.compiler.comparing import program_texts
+from prejit.compiler.comparing import inspected_programs
 from prejit.compiler.comparing.difference import read_bundle
-from prejit.compiler.comparing.program_texts import find_program, find_target
-from prejit.compiler.comparing.roofline import ProgramCost, RooflineRow, costs, run_times
+from prejit.compiler.comparing.inspected_programs import (
+    MachineLimits,
+    ProgramCost,
+    RooflineRow,
+    costs,
+    find_program,
+    find_target,
+    measure_limits,
+    run_times,
+)
 from prejit.runtime.base.wording import size, table
-from prejit.runtime.cli.bundle_references import load_bundle
+from prejit.runtime.cli.command_options import load_bundle
 from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import UsageError
 
 _TEXTS = {
-    "stablehlo": program_texts.stablehlo,
-    "hlo": program_texts.optimized_hlo,
-    "asm": program_texts.assembly,
+    "stablehlo": inspected_programs.stablehlo,
+    "hlo": inspected_programs.optimized_hlo,
+    "asm": inspected_programs.assembly,
 }
 
 

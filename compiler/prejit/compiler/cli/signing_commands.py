@@ -53,8 +53,7 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.bundle_signing import is_adapter, sign_adapter
     from prejit.compiler.signing.bundle_signing import sign as sign_bundle
-    from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
-    from prejit.compiler.signing.private_key import read_private_key
+    from prejit.compiler.signing.signers import TOKEN_VARIABLE, keyless_signer, read_private_key
     from prejit.runtime.errors import UsageError
 
     check_one(
@@ -123,7 +122,7 @@ def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: i
     """
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.channels import other_files, release_bundle
-    from prejit.compiler.signing.private_key import read_private_key
+    from prejit.compiler.signing.signers import read_private_key
 
     version = release_bundle(file, bundle, name, [*map(read_private_key, keys)], days)
     tell(f"released {bundle} as version {version} of channel {name}: wrote {file}")
@@ -168,7 +167,7 @@ def rotate(
     """Give the channel in FILE other keys, signed by the old ones and by the new ones."""
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.channels import rotate_keys
-    from prejit.compiler.signing.private_key import read_private_key
+    from prejit.compiler.signing.signers import read_private_key
 
     private = [*map(read_private_key, keys)]
     version = rotate_keys(file, name, publics, threshold, private, days)
@@ -186,7 +185,7 @@ def add_signature(file: Path, key: Path) -> int:
     """Sign the release and the newest keys of the channel in FILE with another key, to reach a threshold."""
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.channels import is_listed, sign_channel
-    from prejit.compiler.signing.private_key import read_private_key
+    from prejit.compiler.signing.signers import read_private_key
 
     private = read_private_key(key)
     signed = sign_channel(file, private)

@@ -92,7 +92,7 @@ class WorkerProcess:
         kernels: str | None,
         seconds: float = JOB_SECONDS,
     ) -> list[int]:
-        """Return the microseconds of one run of each program on this machine: see `worker_timing.measure`.
+        """Return the microseconds of one run of each program on this machine: see `worker_requests.measure`.
 
         Raises:
             BuildError: a program fails, the worker died, or all of them took longer than the limit.
@@ -103,7 +103,7 @@ class WorkerProcess:
     def measure_forms(
         self, product: Product, forms: Mapping[str, str], kernels: str, seconds: float = JOB_SECONDS
     ) -> dict[str, int]:
-        """Return the nanoseconds that each form of a product takes here: see `worker_timing.measure_forms`.
+        """Return the nanoseconds that each form of a product takes here: see `worker_requests.measure_forms`.
 
         Raises:
             BuildError: a form fails, the worker died, or it took longer than the limit.

@@ -30,7 +30,7 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families.decoders import PlacedImages
 from prejit.compiler.models.layers import linear
 from prejit.compiler.models.layers.attention import each_row
-from prejit.compiler.models.layers.forms_while_tracing import Forms
+from prejit.compiler.models.layers.kernel_calls import Forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.layers.row_adapters import AdapterStacks, RowAdapters, adapting
 from prejit.compiler.models.parameters import Parametrized

@@ -15,7 +15,7 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families import sentence
 from prejit.compiler.models.families.image_models import ImageModel
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
-from prejit.compiler.models.layers.forms_while_tracing import Forms
+from prejit.compiler.models.layers.kernel_calls import Forms
 from prejit.compiler.models.parameters import (
     flat_parameters,
     parametrized,

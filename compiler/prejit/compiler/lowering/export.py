@@ -18,8 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.models.layers.forms_while_tracing import Forms, using
-from prejit.compiler.models.layers.kernel_calls import Operand, linear
+from prejit.compiler.models.layers.kernel_calls import Forms, Operand, linear, using
 from prejit.compiler.models.layers.linear import dot
 from prejit.compiler.native.products import KERNEL, KERNEL_CALLS, Product
 from prejit.runtime.format.arrays import Array, Mesh

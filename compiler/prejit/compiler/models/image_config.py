@@ -29,7 +29,7 @@ from prejit.compiler.models.families.image_towers import ImageFamily
 from prejit.compiler.models.families.seeing_decoder import Sight
 from prejit.compiler.models.families.sentence import EncoderConfig
 from prejit.compiler.models.families.sentence_layout import read_layout
-from prejit.compiler.models.layers import forms_while_tracing
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.config_checks import (
     Checks,
     check_config,
@@ -317,7 +317,7 @@ def make_images(
         prefix = row.naming.prefix.removesuffix(".")
         return SingleTower(row.towers, source, prefix, with_mean=row.with_mean)
 
-    with forms_while_tracing.storing(out_in=out_in):
+    with kernel_calls.storing(out_in=out_in):
         module: ImageModel = nnx.eval_shape(build)
     quantizing.store(module, dtype, groups)
     return module

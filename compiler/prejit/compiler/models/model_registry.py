@@ -18,17 +18,17 @@ from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.decoder_table import SEEING
 from prejit.compiler.models.families.encoder_table import ENCODERS, HEADS, WITH_SEGMENTS
+from prejit.compiler.models.families.encoders import ScoringEncoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.score_layout import IDENTITY, SIGMOID
-from prejit.compiler.models.families.scoring import ScoringEncoder
 from prejit.compiler.models.families.sentence import (
     EncoderConfig,
     EncoderSource,
     PooledEncoder,
     WholeEncoder,
 )
-from prejit.compiler.models.layers import forms_while_tracing
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
 
@@ -73,7 +73,7 @@ def make_decoder(
     if getattr(config, "sight", None) is not None:
         assert family.seeing is not None
         build = family.seeing
-    with forms_while_tracing.storing(out_in=out_in):
+    with kernel_calls.storing(out_in=out_in):
         module: nnx.Module = nnx.eval_shape(lambda: build(config, context))
     quantizing.store(module, dtype, groups)
     return module
@@ -164,7 +164,7 @@ def make_encoder(
     """
     describe_encoder(source)
     family = ENCODERS[source.config.model_type]
-    with forms_while_tracing.storing(out_in=out_in):
+    with kernel_calls.storing(out_in=out_in):
         module: WholeEncoder = nnx.eval_shape(lambda: _encoder(source, family))
     quantizing.store(module, dtype, groups, chosen)
     return module

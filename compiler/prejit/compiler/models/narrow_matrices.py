@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.models.jaxpr_evaluation import INLINED, bind, called, evaluate
-from prejit.compiler.models.layers import forms_while_tracing, kernel_calls, linear
+from prejit.compiler.models.layers import kernel_calls, linear
 from prejit.compiler.native.products import KERNEL, Product
 
 
@@ -76,7 +76,7 @@ _USES: ContextVar[Uses | None] = ContextVar("uses", default=None)
 
 def recording() -> AbstractContextManager[Uses]:
     """Record what functions that are called inside the block do with matrices."""
-    return forms_while_tracing.while_tracing(_USES, {})
+    return kernel_calls.while_tracing(_USES, {})
 
 
 def _record(matrix: NarrowMatrix, axes: tuple[int, ...] | None) -> None:
@@ -167,7 +167,7 @@ def _multiplied(
     """Return the product of x [..., in] with a matrix as `Linear` computes it: float32 [..., out]."""
     inputs, outputs = stored.shape if in_out else stored.shape[::-1]
     rows = math.prod(x.shape[:-1])
-    form = forms_while_tracing.form_of(Product(str(stored.dtype), rows, inputs, outputs, in_out))
+    form = kernel_calls.form_of(Product(str(stored.dtype), rows, inputs, outputs, in_out))
     if form == KERNEL:
         if scale is None and STORED_DTYPES[str(stored.dtype)].has_scales:
             scale = jnp.ones(outputs)
@@ -215,3 +215,53 @@ def _wide(value: Any) -> Any:
         return value
     _record(value, None)
     return value.widened()
+
+
+INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+"""Primitives that call a jaxpr with their own operands."""
+
+
+def evaluate(
+    closed: ClosedJaxpr, arguments: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Return the results of a jaxpr. `apply` returns those of one operation for its operands.
+
+    A value is dropped when the last operation that takes it is done.
+    """
+    jaxpr = closed.jaxpr
+    known: dict[Any, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)
+    )
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    last = {
+        atom: place for place, each in enumerate(jaxpr.eqns) for atom in _variables(each.invars)
+    }
+    last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
+    for place, equation in enumerate(jaxpr.eqns):
+        results = apply(equation, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
+        for atom in (*_variables(equation.invars), *equation.outvars):
+            if last.get(atom, place) == place:
+                known.pop(atom, None)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def bind(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    """Return the results of an operation for arrays."""
+    parameters = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*given, **parameters)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def called(equation: Any) -> ClosedJaxpr:
+    """Return the jaxpr that an operation of INLINED, or a loop, calls."""
+    held = next(each for each in equation.params.values() if isinstance(each, ClosedJaxpr | Jaxpr))
+    return held if isinstance(held, ClosedJaxpr) else ClosedJaxpr(held, ())

@@ -33,7 +33,9 @@ from prejit.compiler.pipeline.build_interface import (
     Built,
     BuiltProgram,
     Failed,
+    Packing,
     Services,
+    Turn,
 )
 from prejit.compiler.pipeline.executable_jobs import (
     CompiledTarget,
@@ -54,14 +56,12 @@ from prejit.compiler.pipeline.measure.reference_checks import with_checked_answe
 from prejit.compiler.pipeline.pack.bundle_descriptions import attach_descriptions, build_provenance
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
-from prejit.compiler.pipeline.pack.compatibility import readable_until
-from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
+from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets, readable_until
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights_layer import RoundedByText, WeightsLayer, pack_weights
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, plan_build
 from prejit.compiler.pipeline.published_files import Published, find_published
 from prejit.compiler.pipeline.result_keys import versions
-from prejit.compiler.pipeline.shards import Packing, Turn
 from prejit.compiler.pipeline.target_tools import TargetTools, make_toolchain
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress

@@ -28,13 +28,13 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.kernel_library import KernelLibrary, find_kernels
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.model import calls_kernels, uses_kernels
 from prejit.compiler.pipeline.plan import Lowered, Native, Plan, PlannedProgram, find_native
 from prejit.compiler.pipeline.result_keys import native_key
 from prejit.compiler.pipeline.target_tools import (
     TargetKernels,
     TargetTools,
+    bind_libraries,
     find_toolchain,
     kernels_of,
 )

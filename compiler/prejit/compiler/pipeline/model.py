@@ -309,7 +309,7 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
         )
     room = None
     if (wanted := manifest.adapters) is not None:
-        from prejit.compiler.models.adapter_targets import make_room
+        from prejit.compiler.models.decoder_matrices import make_room
 
         room = make_room(decoder, wanted.slots, wanted.rank, wanted.targets, manifest.where)
     shape = model_registry.describe(config, cache_dtype(manifest))

@@ -31,7 +31,6 @@ from prejit.compiler.native.form_table import (
     read_table,
 )
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.libraries import ReadLibrary, handlers_of, read_libraries
 from prejit.compiler.pipeline.model import (
     ModelFiles,
     chooses_bits,
@@ -47,6 +46,7 @@ from prejit.compiler.pipeline.stored_traces import (
     find_trace,
     function_section,
 )
+from prejit.compiler.pipeline.target_tools import ReadLibrary, handlers_of, read_libraries
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.build_host import can_build

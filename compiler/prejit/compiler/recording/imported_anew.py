@@ -25,8 +25,7 @@ from typing import Any
 from prejit.runtime.base.child_process import last_line, run_child
 from prejit.runtime.recorded.hook.jax_texts import COMPUTATION, INGREDIENT, KEY_LOGGER
 from prejit.runtime.recorded.hook.watch import Orders
-from prejit.runtime.recorded.hook_events import JaxRequest
-from prejit.runtime.recorded.watched_command import cache_settings, environment_for
+from prejit.runtime.recorded.watched_command import JaxRequest, cache_settings, environment_for
 
 CALLS = "recorded_calls"
 """The module that makes the arguments of the calls: `args_0()`, `fixed_0()`, ..."""

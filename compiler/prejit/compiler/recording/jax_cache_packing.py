@@ -44,9 +44,15 @@ from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook.watch import Orders
-from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess, read_events
 from prejit.runtime.recorded.recorded_bundle import on_cpu, recorded_of
-from prejit.runtime.recorded.watched_command import cache_settings, environment_for, run_to_end
+from prejit.runtime.recorded.watched_command import (
+    JaxRequest,
+    WatchedProcess,
+    cache_settings,
+    environment_for,
+    read_events,
+    run_to_end,
+)
 
 RECORDER = str(Path(__file__).with_name("hook") / "__init__.py")
 """The package that describes and keeps programs and calls in the processes of a recorded program."""

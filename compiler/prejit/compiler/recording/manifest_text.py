@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.manifest.shape_string import KEY, split_shape
-from prejit.runtime.recorded.hook_events import JaxRequest
+from prejit.runtime.recorded.watched_command import JaxRequest
 
 _AXES = ("batch", "length")
 """The variables of the first axes; those of others are called size."""

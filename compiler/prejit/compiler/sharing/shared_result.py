@@ -24,7 +24,7 @@ from typing import Any
 
 from prejit.compiler.base.statement_writing import encode_envelope, encode_statement
 from prejit.compiler.sharing.remote import Remote
-from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.signing.signers import PrivateKey
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.base.files import is_digest

@@ -22,7 +22,7 @@ from typing import Any
 
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.sharing.shared_result import Tier
-from prejit.compiler.signing.private_key import PrivateKey, read_private_key
+from prejit.compiler.signing.signers import PrivateKey, read_private_key
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, read_key

@@ -35,8 +35,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.generation.options import check_generation
-from prejit.runtime.lora.peft_config import CONFIG, SIGNATURES
-from prejit.runtime.lora.peft_files import adapter_digest
+from prejit.runtime.lora.peft_files import CONFIG, SIGNATURES, adapter_digest
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (
     BUNDLE_ANNOTATION,
@@ -50,8 +49,7 @@ from prejit.runtime.trust.signed_statements import (
 )
 
 if TYPE_CHECKING:
-    from prejit.compiler.signing.keyless import KeylessSigner
-    from prejit.compiler.signing.private_key import PrivateKey
+    from prejit.compiler.signing.signers import KeylessSigner, PrivateKey
 
     Signer = PrivateKey | KeylessSigner
 

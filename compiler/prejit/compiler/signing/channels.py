@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.statement_writing import encode_envelope, encode_statement
-from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.signing.signers import PrivateKey
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.wording import nearest_file
 from prejit.runtime.base.written_files import locking, write_file

@@ -12,8 +12,15 @@ import click
 
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.wording import did_you_mean
-from prejit.runtime.cli.bundle_references import load_bundle
-from prejit.runtime.cli.command_options import BUNDLE, CHECK_FINITE, JSON, STATS, loads, output
+from prejit.runtime.cli.command_options import (
+    BUNDLE,
+    CHECK_FINITE,
+    JSON,
+    STATS,
+    load_bundle,
+    loads,
+    output,
+)
 from prejit.runtime.cli.output import print_json, print_start, print_text
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.arrays import Array

@@ -11,8 +11,14 @@ import click
 
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.wording import few, size, table
-from prejit.runtime.cli.bundle_references import bundle_files, local_bundle
-from prejit.runtime.cli.command_options import BUNDLE, JSON, SIZE, check_one
+from prejit.runtime.cli.command_options import (
+    BUNDLE,
+    JSON,
+    SIZE,
+    bundle_files,
+    check_one,
+    local_bundle,
+)
 from prejit.runtime.cli.inspect_tables import (
     accuracy_table,
     calls_table,

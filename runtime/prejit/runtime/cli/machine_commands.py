@@ -10,7 +10,6 @@ import click
 
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.wording import table
-from prejit.runtime.cli.bundle_references import bundle_files
 from prejit.runtime.cli.command_options import (
     BUNDLE,
     FINGERPRINT,
@@ -18,6 +17,7 @@ from prejit.runtime.cli.command_options import (
     LOCAL_BUNDLE,
     TRUST,
     VERBOSE,
+    bundle_files,
     output,
 )
 from prejit.runtime.cli.output import print_json, print_text

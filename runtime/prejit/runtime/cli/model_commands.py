@@ -11,8 +11,15 @@ import click
 
 from prejit.runtime.base.process_facts import seconds_since_exec
 from prejit.runtime.base.wording import table
-from prejit.runtime.cli.bundle_references import load_bundle
-from prejit.runtime.cli.command_options import BUNDLE, CHECK_FINITE, JSON, STATS, check_one, loads
+from prejit.runtime.cli.command_options import (
+    BUNDLE,
+    CHECK_FINITE,
+    JSON,
+    STATS,
+    check_one,
+    load_bundle,
+    loads,
+)
 from prejit.runtime.cli.output import print_json, print_start, print_text, warnings_on_stderr
 from prejit.runtime.errors import NumbersError, UsageError, printable
 from prejit.runtime.generation.options import OPTIONS, Option

@@ -25,13 +25,13 @@ from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX
 from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
-from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle, open_recorded
 from prejit.runtime.recorded.run_report import report_of, telling, text
 from prejit.runtime.recorded.watched_command import (
     become,
     cache_settings,
     environment_for,
+    read_events,
     run_to_end,
 )
 

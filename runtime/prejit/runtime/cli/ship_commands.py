@@ -12,8 +12,16 @@ import click
 
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.wording import table
-from prejit.runtime.cli.bundle_references import reporting
-from prejit.runtime.cli.command_options import JSON, PATH, SIZE, TRUST, VERBOSE, Number, check_one
+from prejit.runtime.cli.command_options import (
+    JSON,
+    PATH,
+    SIZE,
+    TRUST,
+    VERBOSE,
+    Number,
+    check_one,
+    reporting,
+)
 from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -244,18 +244,7 @@ def tokenize_pairs(
     """
     need(encoder, scores=True)
     arguments.choice("on_too_long", on_too_long, ("truncate", "error"))
-    one = [documents] if isinstance(documents, str) else documents
-    listed = arguments.items("documents", one, "a text or a list of texts")
-    alone = query is None or isinstance(query, str)
-    queries = [query] * len(listed) if alone else arguments.items("query", query, "a text")
-    if len(queries) != len(listed):
-        raise UsageError(
-            f"query: expected one text, or {len(listed)} as documents has, found {len(queries)}"
-        )
-    named = (("query", queries if query is not None else ()), ("documents", listed))
-    for name, texts in named:
-        for place, each in enumerate(texts):
-            arguments.text(f"{name}[{place}]", each)
+    queries, listed = _checked_texts(query, documents)
     started = time.perf_counter()
     tokenizer, limit = text.need_tokenizer(), encoder.max_tokens
     described = encoder.encoder
@@ -289,15 +278,8 @@ def tokenize_pairs(
             TruncationWarning,
             stacklevel=arguments.callers_level(),
         )
-        from tokenizers import Tokenizer as Library
-
-        cutting = Library.from_str(tokenizer.library.to_str())
-        cutting.enable_truncation(limit)
-        cut = tokenizer.encoded(
-            lambda: cutting.encode_batch(
-                [pairs[at] for at in too_long], add_special_tokens=is_plain
-            )
-        )
+        long = [pairs[at] for at in too_long]
+        cut = _cut_encoded(tokenizer, long, limit, add_special_tokens=is_plain)
         for place, each in zip(too_long, cut, strict=True):
             found[place] = each
     second = described.vocab_size if described.segments else 0
@@ -315,6 +297,38 @@ def tokenize_pairs(
             count = next((at for at in range(len(each), 0, -1) if each[at - 1] != unread), 1)
             del each[count:]
     return Tokenized(ids, len(too_long), time.perf_counter() - started)
+
+
+def _checked_texts(
+    query: Queries, documents: str | Sequence[str]
+) -> tuple[Sequence[Any], Sequence[str]]:
+    """Return a query for each document, and the documents."""
+    one = [documents] if isinstance(documents, str) else documents
+    listed = arguments.items("documents", one, "a text or a list of texts")
+    alone = query is None or isinstance(query, str)
+    queries = [query] * len(listed) if alone else arguments.items("query", query, "a text")
+    if len(queries) != len(listed):
+        raise UsageError(
+            f"query: expected one text, or {len(listed)} as documents has, found {len(queries)}"
+        )
+    named = (("query", queries if query is not None else ()), ("documents", listed))
+    for name, texts in named:
+        for place, each in enumerate(texts):
+            arguments.text(f"{name}[{place}]", each)
+    return queries, listed
+
+
+def _cut_encoded(
+    tokenizer: Tokenizer, pairs: Sequence[Any], limit: int, *, add_special_tokens: bool
+) -> Sequence[Any]:
+    """Return the encodings of pairs, cut off at a number of tokens."""
+    from tokenizers import Tokenizer as Library
+
+    cutting = Library.from_str(tokenizer.library.to_str())
+    cutting.enable_truncation(limit)
+    return tokenizer.encoded(
+        lambda: cutting.encode_batch(pairs, add_special_tokens=add_special_tokens)
+    )
 
 
 def _filled(template: Sequence[str], instruction: str | None, query: str, document: str) -> str:

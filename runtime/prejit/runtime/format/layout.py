@@ -55,7 +55,7 @@ class OpenFile(NamedTuple):
 
 
 class LayoutFiles(Protocol):
-    """The small files of a layout, on this machine (`Layout`) or elsewhere (`ship.remote_files`).
+    """The small files of a layout, on this machine (`Layout`) or elsewhere (`ship.repository`).
 
     They say what a bundle is: `index.json`, indexes and manifests, configs, signatures.
     """

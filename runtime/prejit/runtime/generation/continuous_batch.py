@@ -238,13 +238,17 @@ class Batch(Slots):
             for insertion in [one for one in self._insertions if slot in one.slots]:
                 insertion.evicted.add(slot)
                 if insertion.evicted.issuperset(insertion.slots):
-                    self._insertions.remove(insertion)
-                    if insertion.positions:  # what it computed may be NaN
-                        longest = max(len(row.request.prompt) for row in insertion.arrival.rows)
-                        with self._closed_on_error():
-                            for each in insertion.slots:
-                                self._clear(each, {each: longest})
-                    self._rest()
+                    self._drop(insertion)
+
+    def _drop(self, insertion: _Insertion) -> None:
+        """Forget an insertion whose requests are all gone."""
+        self._insertions.remove(insertion)
+        if insertion.positions:  # what it computed may be NaN
+            longest = max(len(row.request.prompt) for row in insertion.arrival.rows)
+            with self._closed_on_error():
+                for each in insertion.slots:
+                    self._clear(each, {each: longest})
+        self._rest()
 
     def is_ready_for(self, slots: int) -> bool:
         """Return whether `resize` can move at once. If not, prepare its programs, or a piece of its cache."""

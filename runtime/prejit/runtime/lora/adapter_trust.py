@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prejit.runtime.errors import UntrustedError, UntrustedWarning
-from prejit.runtime.lora.peft_config import SIGNATURES
+from prejit.runtime.lora.peft_files import SIGNATURES
 from prejit.runtime.trust.decision import Decision, TrustTarget, decide
 from prejit.runtime.trust.policy import Policy, read_policy
 from prejit.runtime.trust.reasons import Reason

@@ -21,11 +21,11 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.blob_directory import BlobDirectory
-from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
     PIECE_BYTES,
     Pieces,
+    RemoteFiles,
     Shipment,
     Tagged,
     blob_name,

@@ -36,11 +36,11 @@ from prejit.runtime.ship.registry_client import (
     BlobBody,
     RegistryClient,
 )
-from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
     PIECE_BYTES,
     Pieces,
+    RemoteFiles,
     Shipment,
     Tagged,
     check_count,

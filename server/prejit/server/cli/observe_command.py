@@ -11,7 +11,7 @@ import click
 from prejit.runtime.cli.command_options import DIR
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import UsageError
-from prejit.server.observe import monitoring_files
+from prejit.server.telemetry import monitoring_files
 
 _IN_DIR = "runbooks"
 """The directory of the runbooks among the files that are written."""

@@ -20,8 +20,7 @@ import click
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.wording import shortened, table
-from prejit.runtime.cli.bundle_references import local_bundle
-from prejit.runtime.cli.command_options import DIR, JSON, PATH, Number, loads, output
+from prejit.runtime.cli.command_options import DIR, JSON, PATH, Number, loads, local_bundle, output
 from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import NetworkError
 
@@ -144,7 +143,7 @@ def _message(content: bytes) -> str:
 def _of_bundle(path: str, seconds: float, show: Callable[[str], None], **loading: Any) -> bytes:
     """Run a bundle in this process and record it."""
     with importing():
-        from prejit.runtime.cli.bundle_references import load_bundle
+        from prejit.runtime.cli.command_options import load_bundle
         from prejit.server.engine.engine import Engine
         from prejit.server.telemetry.engine_profile import record
 

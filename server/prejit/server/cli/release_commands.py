@@ -6,8 +6,17 @@ from dataclasses import asdict
 
 import click
 
-from prejit.runtime.cli.bundle_references import local_bundle
-from prejit.runtime.cli.command_options import DIR, FILE, JSON, PATH, SECONDS, TRUST, VERBOSE, page
+from prejit.runtime.cli.command_options import (
+    DIR,
+    FILE,
+    JSON,
+    PATH,
+    SECONDS,
+    TRUST,
+    VERBOSE,
+    local_bundle,
+    page,
+)
 from prejit.runtime.cli.output import (
     print_json,
     print_text,

@@ -7,5 +7,4 @@ below it, and llguidance (extras `grammar` and `server`), which nothing else imp
     grammar_sources    grammars in Lark, before they are compiled
     grammar_compiling  llguidance's compiler, with limits
     grammar_trial      a process that compiles the grammars of strangers first
-    schema_paths       where in a JSON schema an error is
 """

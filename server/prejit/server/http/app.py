@@ -18,14 +18,14 @@ from prejit.server.gate import http_errors
 from prejit.server.gate.gate import Gate
 from prejit.server.gate.http_errors import RETRY_SECONDS, json_response
 from prejit.server.gate.server_settings import Settings
+from prejit.server.http import page_routes as page
 from prejit.server.inference import inference_routes as inference
 from prejit.server.inference.inference_routes import OPERATIONS as OF_INFERENCE
 from prejit.server.openai import openai_routes as openai
 from prejit.server.openai.openai_routes import OPERATIONS as OF_OPENAI
 from prejit.server.openai.openapi import Operation, openapi_route
-from prejit.server.page import page_routes as page
+from prejit.server.served.process_upkeep import OPERATORS, in_thread
 from prejit.server.served.served import Models
-from prejit.server.served.work_threads import OPERATORS, in_thread
 
 if TYPE_CHECKING:
     from prejit.server.telemetry.metrics_collector import Exposition

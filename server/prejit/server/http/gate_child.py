@@ -29,7 +29,6 @@ from prejit.server.releases.request_player import (
     PlayedRequest,
     RequestPlayer,
     own_requests,
-    why_compiles,
 )
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry.requestlog import record
@@ -69,7 +68,7 @@ def main(path: str, name: str, seed: str, max_tokens: str) -> None:
     described = {
         "digest": bundle.digest,
         "target": bundle.target,
-        "why_not": why_compiles(served),
+        "why_not": _why_compiles(served),
         "start_seconds": start_seconds,
         "programs": programs,
         "wrong": wrong,
@@ -92,6 +91,13 @@ def _described(played: PlayedRequest) -> dict[str, Any]:
         "seconds": played.seconds,
         "cpu_seconds": played.cpu_seconds,
     }
+
+
+def _why_compiles(served: Served) -> str:
+    """Return why a bundle's programs are compiled here; empty: they are not."""
+    bundle = served.bundle
+    found = {each.target: each.reason() for each in bundle.verdicts}
+    return "" if bundle.matched else found[bundle.target]
 
 
 if __name__ == "__main__":

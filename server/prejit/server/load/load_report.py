@@ -20,11 +20,11 @@ from prejit.server.load.load_search import (
     GOOD_SHARE,
     MOST_LAG_SECONDS,
     FoundRate,
+    LoadAnswer,
     LoadLimits,
     generator_lag,
     growth,
 )
-from prejit.server.load.load_window import LoadAnswer
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 

@@ -22,8 +22,14 @@ from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import NetworkError, ProcessError, UsageError
 from prejit.server.load.http_client import HttpClient, without_credentials
 from prejit.server.load.load_report import LoadReport, measures, short
-from prejit.server.load.load_search import FoundRate, LoadLimits, LoadSearch
-from prejit.server.load.load_window import LoadAnswer, measure, send_window
+from prejit.server.load.load_search import (
+    FoundRate,
+    LoadAnswer,
+    LoadLimits,
+    LoadSearch,
+    measure,
+    send_window,
+)
 from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest, LoggedLoad, Workload
 from prejit.server.served.process_upkeep import allow_many_connections
 

@@ -35,8 +35,7 @@ from prejit.server.openai.chat_messages import (
     picture_files,
     plain_tools,
 )
-from prejit.server.openai.engine_calls import TextCall
-from prejit.server.openai.event_streams import EventStream, around_choices, ending
+from prejit.server.openai.engine_calls import EventStream, TextCall, around_choices, ending
 from prejit.server.openai.logprobs import (
     ChoiceLogprobs,
     PromptLogprobs,

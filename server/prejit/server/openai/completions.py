@@ -17,8 +17,13 @@ from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.bodies import ResponseFields, check_only, encode, identity, read
-from prejit.server.openai.engine_calls import TextCall, text_call
-from prejit.server.openai.event_streams import EventStream, around_choices, ending
+from prejit.server.openai.engine_calls import (
+    EventStream,
+    TextCall,
+    around_choices,
+    ending,
+    text_call,
+)
 from prejit.server.openai.logprobs import (
     CompletionLogprobLists,
     CompletionLogprobs,

@@ -28,8 +28,7 @@ from prejit.server.openai.chat_messages import (
     plain_call,
     plain_tools,
 )
-from prejit.server.openai.engine_calls import TextCall
-from prejit.server.openai.event_streams import EventStream
+from prejit.server.openai.engine_calls import EventStream, TextCall
 from prejit.server.openai.logprobs import TokenLogprob, for_chat, token_names
 from prejit.server.openai.responses_schema import (
     DECODER,

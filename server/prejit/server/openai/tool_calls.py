@@ -24,7 +24,7 @@ from typing import Any, Literal, final
 import msgspec
 
 from prejit.server.gate.http_errors import ApiError, field_error
-from prejit.server.grammar.schema_paths import moved
+from prejit.server.grammar.grammar_sources import moved
 from prejit.server.openai.chat_messages import Function
 from prejit.server.openai.text_request_fields import OBJECT, Constraint
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.base.wording import few, size
-from prejit.runtime.cli.bundle_references import bundle_files
+from prejit.runtime.cli.command_options import bundle_files
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest, ProgramEntry

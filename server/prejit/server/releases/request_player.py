@@ -197,13 +197,6 @@ def own_requests(served: Served, seed: int) -> list[dict[str, Any]]:
     return [*_texts(served, random, seed)]
 
 
-def why_compiles(served: Served) -> str:
-    """Return why a bundle's programs are compiled here; empty: they are not."""
-    bundle = served.bundle
-    found = {each.target: each.reason() for each in bundle.verdicts}
-    return "" if bundle.matched else found[bundle.target]
-
-
 def _sentences(random: np.random.Generator) -> list[str]:
     return [_text(random, size) for size in (_SHORT, _SHORT, _MEDIUM, _MEDIUM)]
 

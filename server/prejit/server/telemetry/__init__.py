@@ -1,4 +1,4 @@
-"""Telemetry of a server for its operators: metrics for Prometheus, spans, the log of requests.
+"""Telemetry of a server for its operators: metrics and files that show them, spans, the log of requests.
 
 May import `served` and the rooms below it.
 """

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tests import own_decoders
 from tests.parity import sibling_cases
 
-from prejit.compiler.bench import machine_limits
+from prejit.compiler.comparing import inspected_programs
 from prejit.runtime.__main__ import main
 from prejit.runtime.base.wording import size
 
@@ -121,7 +121,7 @@ def test_an_adapter_says_what_a_manifest_has_to_say(tmp_path, capsys):
 
 
 def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(machine_limits, "measure_reading", lambda: 2e9)
+    monkeypatch.setattr(inspected_programs, "measure_reading", lambda: 2e9)
     case = next(case for case in sibling_cases.cases() if case.name == "qwen3_moe-0")
     case.write(tmp_path / "mixture")
     assert main(["check-model", str(tmp_path / "mixture")]) == 0

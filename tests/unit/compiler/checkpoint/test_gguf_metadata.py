@@ -9,7 +9,7 @@ import pytest
 
 from prejit.compiler.checkpoint import gguf_tensors
 from prejit.compiler.checkpoint.gguf_config import check_agreement
-from prejit.compiler.checkpoint.gguf_metadata import read_metadata
+from prejit.compiler.checkpoint.gguf_tensors import read_metadata
 from prejit.runtime.errors import CheckpointError
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from prejit.compiler import Program, build
-from prejit.compiler.bench import machine_limits
+from prejit.compiler.comparing import inspected_programs
 from prejit.compiler.comparing.difference import read_bundle
-from prejit.compiler.comparing.program_texts import find_target
-from prejit.compiler.comparing.roofline import costs
+from prejit.compiler.comparing.inspected_programs import costs, find_target
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import PrejitError, UsageError
 
@@ -73,8 +72,8 @@ def test_costs_count_what_the_function_says_and_is_run(build_cache, tmp_path, ca
     [cost] = costs(bundle, find_target(bundle, None))
     assert cost.flops == pytest.approx(2 * SIDE**3 + SIDE**2, rel=0.02)
     assert cost.moved_bytes == 2 * 4 * SIDE**2
-    monkeypatch.setattr(machine_limits, "_SECONDS", 0.0)
-    monkeypatch.setattr(machine_limits, "_BYTES", 1 << 20)
+    monkeypatch.setattr(inspected_programs, "_SECONDS", 0.0)
+    monkeypatch.setattr(inspected_programs, "_BYTES", 1 << 20)
     found = json.loads(printed(capsys, product, "--roofline", "--json"))
     [row] = found["programs"]
     assert row["seconds"] > 0

@@ -12,8 +12,8 @@ from tests.unit.compiler.models import small_models
 from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.decoder_matrices import check_mesh, shardings
 from prejit.compiler.models.parameters import parametrized
-from prejit.compiler.models.sharding import check_mesh, shardings
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Array, Mesh

@@ -17,7 +17,7 @@ from tests.own_decoders import VOCAB
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.lowering.user.own_decoder import find_model
 from prejit.compiler.manifest.manifest import Model
-from prejit.compiler.models.layers.forms_while_tracing import Forms, using
+from prejit.compiler.models.layers.kernel_calls import Forms, using
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.protocol import DecoderModel
 from prejit.compiler.native.products import KERNEL

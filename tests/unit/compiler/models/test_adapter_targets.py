@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from prejit.compiler.models import model_registry
-from prejit.compiler.models.adapter_targets import make_room
+from prejit.compiler.models.decoder_matrices import make_room
 from prejit.compiler.models.layers.row_adapters import RowAdapters, adapting
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import ManifestError

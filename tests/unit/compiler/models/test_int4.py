@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.extent import examples, one_in
 
 from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
-from prejit.compiler.models import int4_feedback, int4_rounding, quantizing
+from prejit.compiler.models import int4_rounding, quantizing
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.experts import ExpertMatrices
@@ -340,15 +340,15 @@ def test_it_is_another_loss_than_that_of_the_paper_column_by_column(outputs, cou
     inputs = count * groups.size
     x = inputs_like_those_of_layers(rng, rows, inputs)
     matrix = rng.standard_normal((outputs, inputs)).astype(np.float32)
-    products = int4_feedback.squares(x)
+    products = int4_rounding.squares(x)
     np.testing.assert_allclose(products, x.T @ x, rtol=1e-3, atol=1e-4 * np.abs(products).max())
-    known = int4_feedback.inputs_of(products, rows)
+    known = int4_rounding.inputs_of(products, rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(int4_feedback, "_improve", lambda *arguments: None)
-        first = int4_feedback.quantized(matrix, known, "w", groups)
+        patch.setattr(int4_rounding, "_improve", lambda *arguments: None)
+        first = int4_rounding.quantized_for(matrix, known, "w", groups)
     first, found = (
         int4_words.unpacked(*each, outputs)
-        for each in (first, int4_feedback.quantized(matrix, known, "w", groups))
+        for each in (first, int4_rounding.quantized_for(matrix, known, "w", groups))
     )
     damping = max(0.01, inputs / rows / 16)
     damped = products + damping * np.diag(products).mean() * np.eye(inputs)
@@ -361,13 +361,13 @@ def test_it_is_another_loss_than_that_of_the_paper_column_by_column(outputs, cou
 
 
 def test_equal_integers_far_from_ties_and_many_blocks_of_outputs(monkeypatch):
-    monkeypatch.setattr(int4_feedback, "_improve", lambda *arguments: None)
+    monkeypatch.setattr(int4_rounding, "_improve", lambda *arguments: None)
     rng = np.random.default_rng(1)
     x = inputs_like_those_of_layers(rng, 2000, 160)
     matrix = rng.standard_normal((600, 160)).astype(np.float32)
-    products = int4_feedback.squares(x)
-    known = int4_feedback.inputs_of(products, len(x))
-    words, scales = int4_feedback.quantized(matrix, known, "w", GROUPS_OF_32)
+    products = int4_rounding.squares(x)
+    known = int4_rounding.inputs_of(products, len(x))
+    words, scales = int4_rounding.quantized_for(matrix, known, "w", GROUPS_OF_32)
     expected = by_column(matrix, products, 0.01, GROUPS_OF_32)
     same = (int4_words.unpacked(words, scales, 600) == expected).all(axis=1)
     assert same.mean() > 0.95
@@ -375,26 +375,28 @@ def test_equal_integers_far_from_ties_and_many_blocks_of_outputs(monkeypatch):
 
 def test_inputs_that_say_nothing_and_values_that_float16_cannot_scale():
     for products in (np.zeros((64, 64)), np.full((64, 64), np.inf), np.full((64, 64), np.nan)):
-        assert int4_feedback.inputs_of(products.astype(np.float32), 8) is None
+        assert int4_rounding.inputs_of(products.astype(np.float32), 8) is None
     x = inputs_like_those_of_layers(np.random.default_rng(2), 300, 64)
-    known = int4_feedback.inputs_of(int4_feedback.squares(x), 300)
+    known = int4_rounding.inputs_of(int4_rounding.squares(x), 300)
     with pytest.raises(CheckpointError, match=r"h\.weight: expected values up to 390,000"):
-        int4_feedback.quantized(np.full((64, 64), 1e7, np.float32), known, "h.weight", GROUPS_OF_32)
+        int4_rounding.quantized_for(
+            np.full((64, 64), 1e7, np.float32), known, "h.weight", GROUPS_OF_32
+        )
     zeros = np.zeros((20, 64), np.float32)
-    words, scales = int4_feedback.quantized(zeros, known, "w", GROUPS_OF_32)
+    words, scales = int4_rounding.quantized_for(zeros, known, "w", GROUPS_OF_32)
     assert not int4_words.unpacked(words, scales, 20).any()
 
 
 def test_products_are_those_of_the_cpu_in_every_thread(monkeypatch):
     """The default device of a thread is a GPU where there is one, whose products may be TF32."""
-    cpu, used, product = jax.local_devices(backend="cpu")[0], set(), int4_feedback.lax.dot_general
+    cpu, used, product = jax.local_devices(backend="cpu")[0], set(), int4_rounding.lax.dot_general
 
     def dot_general(*operands):
         used.add(jax.config.jax_default_device)
         return product(*operands)
 
-    monkeypatch.setattr(int4_feedback.lax, "dot_general", dot_general)
+    monkeypatch.setattr(int4_rounding.lax, "dot_general", dot_general)
     x = inputs_like_those_of_layers(np.random.default_rng(3), 300, 256)
-    known = int4_feedback.inputs_of(int4_feedback.squares(x), 300)
-    int4_feedback.quantized(x[:64], known, "w", GROUPS_OF_32)
+    known = int4_rounding.inputs_of(int4_rounding.squares(x), 300)
+    int4_rounding.quantized_for(x[:64], known, "w", GROUPS_OF_32)
     assert used == {cpu}

@@ -17,7 +17,7 @@ from prejit.compiler.models.layers.experts import (
     Router,
     Routing,
 )
-from prejit.compiler.models.layers.forms_while_tracing import using
+from prejit.compiler.models.layers.kernel_calls import using
 from prejit.compiler.models.quantizing import quantized
 
 BLOCK = 6

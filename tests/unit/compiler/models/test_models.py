@@ -23,9 +23,9 @@ from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.decoder_matrices import check_mesh
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.parameters import parameters_of
-from prejit.compiler.models.sharding import check_mesh
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
 

@@ -15,7 +15,7 @@ from tests.extent import examples
 
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.layers import int4_words
-from prejit.compiler.models.layers.forms_while_tracing import Forms, using
+from prejit.compiler.models.layers.kernel_calls import Forms, using
 from prejit.compiler.models.layers.linear import (
     REDUCED_ROWS,
     Embedding,

@@ -5,7 +5,7 @@ import threading
 import pytest
 from tests.threads import in_threads
 
-from prejit.compiler.pipeline.shards import MAX_SHARDS, Packed, Packing, Shard, Turn
+from prejit.compiler.pipeline.build_interface import MAX_SHARDS, Packed, Packing, Shard, Turn
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import UsageError

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from prejit.compiler.recording.manifest_text import examples_path, recorded_manifest
-from prejit.runtime.recorded.hook_events import JaxRequest
+from prejit.runtime.recorded.watched_command import JaxRequest
 
 PATH = Path("my.serve-1.toml")
 

@@ -26,7 +26,7 @@ from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook import input_facts
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
-from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
+from prejit.runtime.recorded.watched_command import JaxRequest, WatchedProcess
 
 MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
 GPU = dataclasses.replace(

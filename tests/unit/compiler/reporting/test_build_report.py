@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from tests.extent import examples
 from tests.html_pages import EVIL, alone
 
-from prejit.compiler.progress import Step
-from prejit.compiler.reporting.build_page import report_page
-from prejit.compiler.reporting.build_report import (
+from prejit.compiler.pipeline.build_report import (
     BETWEEN,
     BuildReport,
     Change,
@@ -22,6 +20,8 @@ from prejit.compiler.reporting.build_report import (
     critical_path,
     place,
 )
+from prejit.compiler.pipeline.report_files import report_page
+from prejit.compiler.progress import Step
 
 
 def program(name="p", **changes):

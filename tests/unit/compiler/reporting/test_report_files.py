@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from prejit.compiler.api import build, program
+from prejit.compiler.pipeline import report_files
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Quiet
-from prejit.compiler.reporting import report_files
 
 
 def twice(x):

@@ -12,7 +12,7 @@ from tests.layouts import blob, index_of
 from tests.signers import private_pem, signer
 
 from prejit.compiler.signing.bundle_signing import files_of, sign
-from prejit.compiler.signing.private_key import parse_private_key, read_private_key
+from prejit.compiler.signing.signers import parse_private_key, read_private_key
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE

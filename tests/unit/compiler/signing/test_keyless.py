@@ -10,7 +10,7 @@ from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, client_config, t
 from tests.ports import free_port
 
 from prejit.compiler.signing.bundle_signing import sign
-from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
+from prejit.compiler.signing.signers import TOKEN_VARIABLE, keyless_signer
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import NetworkError, StoreError, UntrustedError, UsageError
 from prejit.runtime.trust.enforcing import verify_policies

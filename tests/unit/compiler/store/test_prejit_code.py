@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.store import prejit_code
-from prejit.compiler.store.prejit_code import KnownDigests, code_digest
-from prejit.compiler.store.source_file import definitions
+from prejit.compiler.store.prejit_code import KnownDigests, code_digest, definitions
 from prejit.runtime.base.files import digest_of
 
 
@@ -59,7 +58,7 @@ MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
 LOWERED = {"LOWERING", "USER_DECODERS"}
 CHANGES = [
     ("compiler.models.families.decoders:TextDecoder", {*MODELS, "BITS", "INT4_TEXT"}),
-    ("compiler.models.sharding:shardings", {"LOWERING"}),
+    ("compiler.models.decoder_matrices:shardings", {"LOWERING"}),
     (
         "compiler.models.quantizing:quantized",
         {"BITS", "WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},
@@ -78,7 +77,7 @@ CHANGES = [
     ("compiler.compile.worker.xla:_compile_ahead", {"COMPILING"}),
     ("runtime.device._jax_parts:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
     ("compiler.native.kernel_library:_LINK_FLAGS", {"KERNELS"}),
-    ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),
+    ("compiler.checkpoint.configured_tokenizer:", {"TOKENIZER"}),
 ]
 """What decides results makes them again, and no others."""
 

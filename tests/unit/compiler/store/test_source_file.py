@@ -2,7 +2,7 @@
 
 import hashlib
 
-from prejit.compiler.store.source_file import definitions
+from prejit.compiler.store.prejit_code import definitions
 
 SYNTAX = """
 import os, re as regex

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Model
-from prejit.compiler.manifest.reading import check_manifest
-from prejit.compiler.manifest.specs import program_specs
-from prejit.compiler.suggesting.chosen_buckets import (
+from prejit.compiler.manifest.chosen_buckets import (
     best_sizes,
     candidates,
     decoder_buckets,
@@ -22,7 +19,10 @@ from prejit.compiler.suggesting.chosen_buckets import (
     suggest_decoder,
     suggest_encoder,
 )
-from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
+from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Model
+from prejit.compiler.manifest.reading import check_manifest
+from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
+from prejit.compiler.manifest.specs import program_specs
 from prejit.runtime.errors import UsageError
 
 MODEL = Model(str(Path(__file__).parents[4] / "manifests" / "demo-model"))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, read_log
+from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, read_log
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import StoreError, UsageError
 

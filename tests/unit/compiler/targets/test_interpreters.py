@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from prejit.compiler.targets import interpreters
-from prejit.compiler.targets.interpreters import find_interpreter
+from prejit.compiler.targets import installing
+from prejit.compiler.targets.installing import find_interpreter
 from prejit.runtime.errors import BuildError
 
 
@@ -15,7 +15,7 @@ def test_an_unknown_jax_is_as_its_neighbour():
         *(("0.10.2", (3, 11), True), ("0.12.0.1", (3, 12), True)),
         *(("0.9.1", (3, 11), True), ("0.99.0", (3, 12), False), ("1.0", (3, 12), False)),
     ):
-        found = interpreters.pythons(jax)
+        found = installing.pythons(jax)
         assert found[0] == lowest
         assert (found[1] < (4, 0)) == known
 
@@ -29,7 +29,7 @@ def script(path, text):
 
 def test_an_interpreter_without_venv_is_not_taken_and_uv_is_asked_last(tmp_path, monkeypatch):
     # A machine with nothing but this interpreter, which no jax runs on: 3.97 to 3.99 are wanted.
-    monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
+    monkeypatch.setattr(installing, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     here = "{}.{}".format(*sys.version_info)

@@ -5,7 +5,7 @@ import platform
 
 import pytest
 
-from prejit.compiler.targets import interpreters
+from prejit.compiler.targets import installing
 from prejit.compiler.targets.listing import EXACT_JAX, NO, YES, Listed, list_targets
 from prejit.compiler.targets.target_table import names
 
@@ -24,7 +24,7 @@ def listed(host_jax):
 
 def test_what_needs_an_interpreter_or_a_download_says_so(tmp_path, monkeypatch):
     """Nothing on this machine runs a jax that it has not installed."""
-    monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
+    monkeypatch.setattr(installing, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     found = listed(EXACT_JAX)

@@ -16,7 +16,7 @@ from blake3 import blake3
 from tests.extent import examples
 from tests.layouts import blob, index_of
 
-from prejit.compiler.pipeline.pack.chunks import VerityHash
+from prejit.compiler.pipeline.pack.weights_layer import VerityHash
 from prejit.runtime.base.files import digest_of, measure
 from prejit.runtime.cli.output import print_start
 from prejit.runtime.device.device import Device

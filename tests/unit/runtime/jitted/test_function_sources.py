@@ -7,7 +7,7 @@ import pytest
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.constants import encode
-from prejit.runtime.jitted import function_sources
+from prejit.runtime.jitted import jit_call
 from prejit.runtime.jitted.jit_call import function_state
 
 CELLS = """
@@ -90,12 +90,12 @@ def test_functions_of_one_name_in_one_file_differ(of):
 
 def test_a_module_that_is_not_imported_is_found_and_no_missing_one(tmp_path, monkeypatch):
     places = ("module no_such", "module sys", "package no-such", "package pytest", "self")
-    assert function_sources.sources(places) == {"package pytest": pytest.__version__}
+    assert jit_call.sources(places) == {"package pytest": pytest.__version__}
     monkeypatch.syspath_prepend(tmp_path)
     found = []
     for text in ("1", "2", "1"):
         (tmp_path / "not_imported_yet.py").write_text(text)
-        found.append(function_sources.sources(["module not_imported_yet"]))
+        found.append(jit_call.sources(["module not_imported_yet"]))
     assert found[0] == found[2] != found[1]
     assert "not_imported_yet" not in sys.modules
 
@@ -116,8 +116,8 @@ def test_a_script_has_the_name_of_its_file(monkeypatch, spec, file, name):
     if file is not None:
         script.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", script)
-    assert function_sources.module_name("__main__") == name
-    assert function_sources.module_name("app.layers") == "app.layers"
+    assert jit_call.module_name("__main__") == name
+    assert jit_call.module_name("app.layers") == "app.layers"
 
 
 def test_a_module_is_found_in_a_namespace_package_inside_of_one_that_is_not_imported(
@@ -129,4 +129,4 @@ def test_a_module_is_found_in_a_namespace_package_inside_of_one_that_is_not_impo
     (inner / "module.py").write_text("k = 1")
     monkeypatch.syspath_prepend(tmp_path)
     place = "module prejit_outer.without_init.deeper.module"
-    assert function_sources.sources([place]) == {place: digest_of(b"k = 1")}
+    assert jit_call.sources([place]) == {place: digest_of(b"k = 1")}

@@ -18,8 +18,8 @@ from tests.extent import examples
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs import compile_cache
-from prejit.runtime.programs.compile_cache import PortableKey, compiled_here, is_kept
+from prejit.runtime.programs import local_compiler
+from prejit.runtime.programs.local_compiler import PortableKey, compiled_here, is_kept
 
 MACHINE = Fingerprint.current()
 
@@ -100,7 +100,7 @@ def test_threads_flags_and_our_own_code_are_in_the_key(monkeypatch):
             patch.setenv(name, value)
             keep(1, name.encode())
     with monkeypatch.context() as patch:
-        patch.setattr(compile_cache, "_our_code", lambda: "of mended code")
+        patch.setattr(local_compiler, "_our_code", lambda: "of mended code")
         keep(1, b"mended")
     assert compiled_here(PROGRAM, MACHINE, never) == (b"plain", False)
 
@@ -235,14 +235,14 @@ def test_a_cache_that_cannot_be_written_costs_time_and_is_said(obstacle, directo
 
     keep(1, b"ours")
     if obstacle == "a full disk":
-        monkeypatch.setattr(compile_cache, "write_file", full)
+        monkeypatch.setattr(local_compiler, "write_file", full)
         monkeypatch.setattr(os, "utime", full)
         assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
     elif obstacle == "a file above":
         monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(next(directory.iterdir())))
     else:
         for number in (2, 3):
-            compile_cache._path(program(number), MACHINE).mkdir()
+            local_compiler._path(program(number), MACHINE).mkdir()
     with pytest.warns(PrejitWarning, match="cannot keep compiled programs, so every start") as told:
         keep(2, b"not kept")
     assert len(told) == 1

@@ -7,11 +7,10 @@ import pytest
 
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
-from prejit.runtime.recorded.cache_miss_causes import differences
 from prejit.runtime.recorded.hook import jax_texts
-from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle
-from prejit.runtime.recorded.run_report import report_of, text
+from prejit.runtime.recorded.run_report import differences, report_of, text
+from prejit.runtime.recorded.watched_command import JaxRequest, WatchedProcess
 from prejit.runtime.verdict import Axis, Verdict
 
 SAME = dict.fromkeys(jax_texts.INGREDIENTS, "0" * 64)

@@ -34,10 +34,10 @@ from prejit.runtime.recorded.hook.input_facts import (
 )
 from prejit.runtime.recorded.hook.jax_calls import JaxCall
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text
+from prejit.runtime.recorded.hook.kept_calls import given_values, tree_json, tree_of
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import text_of
 from prejit.runtime.recorded.hook.process_inputs import InputComparison, file_digest
-from prejit.runtime.recorded.hook.result_trees import given_values, tree_json, tree_of
 from prejit.runtime.recorded.hook.watch import StartClock
 
 KEYS = st.text(max_size=3)

@@ -8,8 +8,7 @@ from tests.processes import ran
 
 from prejit.compiler.recording.jax_cache_packing import RECORDER
 from prejit.runtime.recorded.hook.watch import Orders
-from prejit.runtime.recorded.hook_events import read_events
-from prejit.runtime.recorded.watched_command import cache_settings, environment_for
+from prejit.runtime.recorded.watched_command import cache_settings, environment_for, read_events
 
 
 def watched(tmp_path, code, orders, status=0, **env):

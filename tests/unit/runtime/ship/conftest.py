@@ -8,7 +8,7 @@ from tests.layouts import GOLDEN
 from prejit.runtime.base import process_facts
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
-from prejit.runtime.ship import registry_client, remote_files
+from prejit.runtime.ship import registry_client, repository
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import open_repository, ship
@@ -41,7 +41,7 @@ def answering(reply, *where):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(remote_files, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(repository, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(registry_client, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
     monkeypatch.delenv("PREJIT_TRUST", raising=False)

@@ -109,7 +109,7 @@ IN_SANDBOX = """
 import asyncio, ctypes, struct, sys
 from prejit.runtime import load
 from prejit.server.grammar.grammar_sources import regex_source
-from prejit.server.served.client_grammars import Compiling
+from prejit.server.served.served import Compiling
 
 # A filter of seccomp(2): EPERM for setpriority, and all else allowed.
 steps = ((0x20, 0, 0, 0), (0x15, 0, 1, 141), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))

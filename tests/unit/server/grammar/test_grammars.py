@@ -12,9 +12,8 @@ from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammar_compiling
 from prejit.server.grammar import grammars as module
-from prejit.server.grammar.grammar_sources import ToolForm, any_source, schema_source
+from prejit.server.grammar.grammar_sources import ToolForm, any_source, error_path, schema_source
 from prejit.server.grammar.grammars import GrammarMask, Grammars
-from prejit.server.grammar.schema_paths import error_path
 
 
 def nested(depth):

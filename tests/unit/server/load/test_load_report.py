@@ -8,8 +8,7 @@ import pytest
 from tests.html_pages import EVIL, alone
 
 from prejit.server.load.load_report import LoadReport, as_page, as_text, measures
-from prejit.server.load.load_search import FoundRate, LoadLimits
-from prejit.server.load.load_window import LoadAnswer
+from prejit.server.load.load_search import FoundRate, LoadAnswer, LoadLimits
 
 LIMITS = LoadLimits(first_token_ms=100)
 

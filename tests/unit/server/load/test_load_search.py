@@ -9,12 +9,12 @@ import pytest
 from prejit.server.load.load_search import (
     GOOD_SHARE,
     Interval,
+    LoadAnswer,
     LoadLimits,
     LoadSearch,
     bad_share,
     growth,
 )
-from prejit.server.load.load_window import LoadAnswer
 from prejit.server.load.workload import arrival_times
 
 SERVICE, WORKERS = 0.02, 2

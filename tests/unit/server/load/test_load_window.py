@@ -8,7 +8,7 @@ import pytest
 from tests.queued_server import queued_server
 
 from prejit.server.load.http_client import Exchange, HttpClient
-from prejit.server.load.load_window import measure, send_window
+from prejit.server.load.load_search import measure, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest
 
 LOAD = DrawnLoad("completions", "queue", 1.0, Lengths(8, 8), Lengths(2, 2))

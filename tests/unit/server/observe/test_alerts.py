@@ -17,8 +17,8 @@ from tests.served import StandIn, served
 from prejit.server.engine.engine_metrics import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
-from prejit.server.observe.monitoring_files import files
 from prejit.server.served.served import Models
+from prejit.server.telemetry.monitoring_files import files
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(

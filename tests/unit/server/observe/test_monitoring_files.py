@@ -13,7 +13,7 @@ from prejit.runtime.__main__ import main
 from prejit.runtime.cli.commands import commands
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.cli.serve_command import serve
-from prejit.server.observe.monitoring_files import files, write
+from prejit.server.telemetry.monitoring_files import files, write
 
 
 def test_the_command_writes_every_file_and_refuses_runbooks_that_no_browser_finds(tmp_path, capsys):

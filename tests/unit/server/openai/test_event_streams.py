@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from prejit.runtime.errors import DeadlineError, NumbersError, QueueFullError
-from prejit.server.openai import event_streams as module
-from prejit.server.openai.event_streams import EventStream
+from prejit.server.openai import engine_calls as module
+from prejit.server.openai.engine_calls import EventStream
 
 ENDS = {"type": "http.response.body", "body": b"", "more_body": False}
 

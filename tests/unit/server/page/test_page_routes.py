@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from prejit.runtime import load
 from prejit.server.engine.engine import Engine
-from prejit.server.page.page_routes import routes
+from prejit.server.http.page_routes import routes
 from prejit.server.served.served import Models, Served
 
 

@@ -18,14 +18,14 @@ from prejit.runtime.base import process_facts
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import machine_store, registry_client, remote_files
+from prejit.runtime.ship import machine_store, registry_client, repository
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import ship
 from prejit.server.engine.memory import NoRoomError
-from prejit.server.served import bundle_following
-from prejit.server.served.bundle_following import BundleFollowing
+from prejit.server.served import bundle_swaps
+from prejit.server.served.bundle_swaps import BundleFollowing
 from prejit.server.served.served import Models
 
 EVERY = 0.02
@@ -79,8 +79,8 @@ class Following:
 @pytest.fixture
 def following(bundle_dir, make_recipe, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(bundle_following, "say", said.append)
-    monkeypatch.setattr(remote_files, "PAUSES_SECONDS", ())
+    monkeypatch.setattr(bundle_swaps, "say", said.append)
+    monkeypatch.setattr(repository, "PAUSES_SECONDS", ())
     monkeypatch.setattr(registry_client, "PAUSES_SECONDS", ())
     monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
     monkeypatch.setenv(BUNDLES, str(tmp_path / "store"))

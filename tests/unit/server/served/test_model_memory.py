@@ -12,8 +12,8 @@ from prejit.runtime.errors import ClosedError
 from prejit.runtime.generation.cache_plan import CODE_TIMES
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.engine.sleeper import Sleeper
-from prejit.server.served import model_memory
-from prejit.server.served.model_memory import ModelMemory
+from prejit.server.served import served_loading
+from prejit.server.served.served_loading import ModelMemory
 
 
 class StandInEngine:
@@ -79,7 +79,7 @@ def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
 
 
 def test_busy_models_take_turns(monkeypatch):
-    monkeypatch.setattr(model_memory, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(served_loading, "_PATIENCE_SECONDS", 0.05)
     a, b = engines(6, 6)
     a.live = b.live = 1  # requests wait for both, all the time
     turns = []
@@ -120,7 +120,7 @@ def bundle(code, stacks=None):
 
 
 def test_what_is_left_for_one_more_with_and_without_a_limit_or_adapters(monkeypatch):
-    monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(served_loading, "free_bytes", lambda device: 10_000)
     shared = ModelMemory(None, 2)
     assert shared.for_caches("a", bundle(1000)) == 5000  # at the start, one more comes
     StandInEngine(shared, 4000, growth=3000)
@@ -132,7 +132,7 @@ def test_what_is_left_for_one_more_with_and_without_a_limit_or_adapters(monkeypa
     with pytest.raises(NoRoomError, match=message) as caught:
         shared.for_caches("c", bundle(1000))
     assert "; these could sleep: of-" in str(caught.value.hint)
-    monkeypatch.setattr(model_memory, "free_bytes", lambda device: 4000)
+    monkeypatch.setattr(served_loading, "free_bytes", lambda device: 4000)
     shared = ModelMemory(9000, 1)
     assert shared.for_caches("a", bundle(100)) == 4000 - need  # the system has less than the limit
     one = StandInEngine(shared, 8000)
@@ -141,7 +141,7 @@ def test_what_is_left_for_one_more_with_and_without_a_limit_or_adapters(monkeypa
     with pytest.raises(NoRoomError, match="found 9,000 left"):
         shared.for_caches("b", bundle(1000))
     # The stacks of adapters are not part of what an engine may take.
-    monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(served_loading, "free_bytes", lambda device: 10_000)
     stacks = ('["q.A","h.0"] float32[2,1,4,25]', '["q.B","h.0"] float32[2,1,4,25]')
     shared = ModelMemory(9000, 0)
     one, other = StandInEngine(shared, 5000, stacks=stacks), StandInEngine(shared, 3000)
@@ -156,7 +156,7 @@ def test_what_is_left_for_one_more_with_and_without_a_limit_or_adapters(monkeypa
 
 @pytest.mark.parametrize("limit", [None, 9000])
 def test_a_model_that_cannot_wake_names_the_others_that_could_sleep(monkeypatch, limit):
-    monkeypatch.setattr(model_memory, "wake_bytes", lambda device: 6000)
+    monkeypatch.setattr(served_loading, "wake_bytes", lambda device: 6000)
     shared = ModelMemory(limit, 0)
     one, other = StandInEngine(shared, 5000), StandInEngine(shared, 4500, growth=2000)
     assert other.use()

@@ -15,7 +15,8 @@ from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server import Engine
 from prejit.server.grammar.grammar_sources import GrammarSource
-from prejit.server.served import client_grammars, served_loading
+from prejit.server.served import served as served_bundles
+from prejit.server.served import served_loading
 from prejit.server.served.served import ModelNotFoundError, Models
 from prejit.server.telemetry.engine_profile import record
 from prejit.server.telemetry.metrics_collector import EngineCollector
@@ -66,11 +67,11 @@ def test_a_refused_grammar_leaves_nothing_behind(monkeypatch):
         raise UsageError("no grammar")
 
     refusing = SimpleNamespace(kept_mask=lambda *_: None, mask=refuse_mask, stop_trial=lambda: None)
-    monkeypatch.setattr(client_grammars, "Grammars", lambda *_, **__: refusing)
+    monkeypatch.setattr(served_bundles, "Grammars", lambda *_, **__: refusing)
     unused = None
 
     async def refuse():
-        compiling = client_grammars.Compiling()
+        compiling = served_bundles.Compiling()
         with pytest.raises(UsageError):
             await compiling.mask(unused, GrammarSource("{", "a grammar", (), False), None, "me")
         compiling.close()

@@ -123,11 +123,7 @@ def lower_function(
         with user.modules.in_use(), _on(mesh):
             texts = [_text_of(partial(function, call=f), values, wanted) for f in (call, placed)]
         if None not in texts[1:] and texts[0] != texts[1]:
-            raise ManifestError(
-                f"{section}: args: expected a list, because {program.label} is a wrapper that treats "
-                f"{', '.join(by_place)} by position otherwise than by name; found a table",
-                hint="list the arguments in their order, as in args = [...]",
-            )
+            raise _needs_list(program, by_place, section)
     pure = contextlib.nullcontext() if program.impure else refusing_nondeterminism(what)
     files = set[str]()
     is_for_jit = user.parameters is not None
@@ -136,11 +132,7 @@ def lower_function(
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()
     _refuse_callbacks(jaxpr, what)
-    if any(isinstance(value, jax.Ref) for value in jaxpr.consts):
-        raise BuildError(
-            f"{what}: expected a function of its arguments alone, found a Ref that it changes in place",
-            hint="take its array as an argument and return it anew; Bundle.bind keeps it between calls",
-        )
+    _refuse_refs(jaxpr, what)
     [given] = returned
     results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
     shardings.check_all_used()
@@ -162,12 +154,7 @@ def lower_function(
         exported, refused = _export_where_possible(function, values, wanted, options)
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
-    if exported.nr_devices != (count := 1 if mesh is None else mesh.size):
-        raise BuildError(
-            f"{what}: expected a function for {count} device{'s' * (count > 1)}, found one for "
-            f"{exported.nr_devices}: it names a mesh of its own, as in jax.pmap, shard_map or a constraint",
-            hint="let the [mesh] of the manifest, or the shardings of jax.jit, have that mesh and its axes",
-        )
+    _check_devices(exported.nr_devices, mesh, what)
     with user.modules.tracing(what):
         portable = _refined(exported.mlir_module_serialized)
     symbolic = None
@@ -202,9 +189,9 @@ def lower_function(
 
     modules: tuple[str, ...] = ()
     if is_for_jit:
+        own = {file for file in files if not is_installed(file)}
         with user.modules.in_use():
             held = (user.function, example.value, tuple(spec.static.values()))
-            own = {file for file in files if not is_installed(file)}
             modules = modules_of(held, called_files(jaxpr, __file__) | own)
         if isinstance(program.fn, str):
             modules = tuple(sorted({program.fn.partition(":")[0], *modules}))
@@ -226,6 +213,31 @@ def lower_function(
         narrowed=user.narrowed(spec.bucket, f"{section}: args"),
         trials=trials if mesh is None and "cpu" in exported.platforms else tuple,
     )
+
+
+def _needs_list(program: manifest.Program, by_place: Sequence[str], section: str) -> ManifestError:
+    return ManifestError(
+        f"{section}: args: expected a list, because {program.label} is a wrapper that treats "
+        f"{', '.join(by_place)} by position otherwise than by name; found a table",
+        hint="list the arguments in their order, as in args = [...]",
+    )
+
+
+def _refuse_refs(jaxpr: ClosedJaxpr, what: str) -> None:
+    if any(isinstance(value, jax.Ref) for value in jaxpr.consts):
+        raise BuildError(
+            f"{what}: expected a function of its arguments alone, found a Ref that it changes in place",
+            hint="take its array as an argument and return it anew; Bundle.bind keeps it between calls",
+        )
+
+
+def _check_devices(found: int, mesh: Mesh | None, what: str) -> None:
+    if found != (count := 1 if mesh is None else mesh.size):
+        raise BuildError(
+            f"{what}: expected a function for {count} device{'s' * (count > 1)}, found one for "
+            f"{found}: it names a mesh of its own, as in jax.pmap, shard_map or a constraint",
+            hint="let the [mesh] of the manifest, or the shardings of jax.jit, have that mesh and its axes",
+        )
 
 
 def _trial_sizes(

@@ -29,7 +29,7 @@ from prejit.compiler.lowering.user.trace_inputs import (
 )
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format import constants
-from prejit.runtime.jitted.function_sources import MODULE, PACKAGE, SCRIPTS, loaded, module_name
+from prejit.runtime.jitted.jit_call import MODULE, PACKAGE, SCRIPTS, loaded, module_name
 
 _MOST_OBJECTS = 100_000
 """Maximum number of objects that are visited: one of them may lead to most of the process."""
@@ -147,7 +147,7 @@ def _file_of(module: str | None) -> str | None:
 
 
 def sources_of(of: Iterable[str], present: Present, *, is_loaded: bool) -> dict[str, str | None]:
-    """Return what the code of modules comes from, as `function_sources.sources` finds it at a call.
+    """Return what the code of modules comes from, as `jit_call.sources` finds it at a call.
 
     A module of a function that nobody finds has no digest: its functions are a miss. One that only an import
     names, such as before `except ImportError`, is None. `is_loaded`: modules of this process are those of the

@@ -27,7 +27,7 @@ from prejit.compiler.models.families.decoder_family import (
     StateLayer,
 )
 from prejit.compiler.models.families.latent_attention import LatentAttention
-from prejit.compiler.models.layers import forms_while_tracing, rope
+from prejit.compiler.models.layers import kernel_calls, rope
 from prejit.compiler.models.layers.attention import KVCache, LayerCache, NewTokens, empty_layer
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
@@ -386,7 +386,7 @@ class Block(nnx.Module):
             queries = heads.queries // heads.keys * heads.size
             projected = jnp.split(by_head, [queries, queries + heads.size], axis=-1)
         elif len(projected) == 1:
-            if heads.rotary is None and forms_while_tracing.has_kernels():
+            if heads.rotary is None and kernel_calls.has_kernels():
                 packed = projected[0].reshape(*x.shape[:2], -1, heads.size)
                 return new.attend_packed(packed, heads.queries, layer, heads.scale, **options)
             ends = [heads.queries * heads.size, (heads.queries + heads.keys) * heads.size]

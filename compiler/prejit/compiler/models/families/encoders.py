@@ -1,24 +1,42 @@
-"""The transformer of BERT and its relatives: one module, and what differs between families as data.
+"""The transformer of BERT and its relatives, and its heads that score: what differs between families is data.
 
 Only the transformer of a checkpoint is read: heads of pretraining, and poolers, which no embedding of
 sentence-transformers uses, are ignored. Every token belongs to the first segment, as when one sentence is
 tokenized; a model that scores pairs of texts is given the segments. encoder_table.py names the papers.
 
-Shapes: B batch, T tokens, N heads, D width.
+DeBERTa's attention scores contents and distances with the same matrices (He et al. 2021; transformers 5,
+models/deberta_v2/modeling_deberta_v2.py). Each layer projects a table of embeddings of distances, which all
+layers share. Near distances have a row each, far ones share rows by their logarithm. Only the rows that T
+tokens can need are projected.
+
+Scores of texts are logits, as transformers' XForSequenceClassification returns them; the runtime applies the
+activation. models/NAME/modeling_NAME.py of transformers 5 has the head of each family.
+
+Shapes: B batch, T tokens, N heads, H head size, D model width, R = 2T - 1 distances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from prejit.compiler.models.families.sentence import attention, biased_attention, places, product
-from prejit.compiler.models.layers.linear import Embedding, LayerNorm
+from prejit.compiler.models.families.sentence import (
+    POOLING,
+    Parts,
+    WholeEncoder,
+    attention,
+    biased_attention,
+    places,
+    product,
+)
+from prejit.compiler.models.layers.layer_config import require, unsupported
+from prejit.compiler.models.layers.linear import ACTIVATIONS, Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
 
 
@@ -191,3 +209,208 @@ class EncoderBlock(nnx.Module):
         count = x.shape[1]
         of_pairs = bias(jnp.arange(count), count).swapaxes(0, 1)
         return biased_attention(query, keys, values, length, bias=of_pairs)
+
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "relative_attention": (True,),
+    "share_att_key": (True,),
+    "position_biased_input": (False,),
+    "norm_rel_ebd": ("layer_norm",),
+    "conv_kernel_size": (0, None),
+    "embedding_size": (None,),
+    "attention_head_size": (None,),
+}
+"""The values of DeBERTa v3. The last three are keys that a file may leave out."""
+
+
+def check(config: Any) -> None:
+    """Check that attention is that of DeBERTa v3."""
+    for key, values in _VALUES.items():
+        found = getattr(config, key, None)
+        if key == "embedding_size" and found == config.hidden_size:
+            found = None
+        require(config, key, found, values)
+    kinds = sorted(config.pos_att_type or ())
+    if kinds != ["c2p", "p2c"]:
+        raise unsupported(
+            config, f'pos_att_type: expected "p2c|c2p", found {config.pos_att_type!r}'
+        )
+    count = getattr(config, "position_buckets", None)
+    if type(count) is not int or not 4 <= count < 2 * farthest(config):
+        raise unsupported(
+            config,
+            f"position_buckets: expected an integer from 4 to {2 * farthest(config) - 1}, found {count!r}",
+        )
+
+
+def farthest(config: Any) -> int:
+    """Return the distance from which on all share a row."""
+    largest: int = config.max_relative_positions
+    return largest if largest > 0 else int(config.max_position_embeddings)
+
+
+def log_buckets(
+    distance: np.ndarray[Any, Any], count: int, largest: int
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the bucket of each distance, as make_log_bucket_position of the reference, in its float32."""
+    middle = count // 2
+    far = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
+    logarithm = np.log(far.astype(np.float64)).astype(np.float32)
+    steps = np.float32(np.log(np.float64(np.float32((largest - 1) / middle))))
+    large = np.ceil(logarithm / steps * np.float32(middle - 1)) + middle
+    near = np.abs(distance) <= middle
+    return np.where(near, distance, large * np.sign(distance)).astype(np.int32)
+
+
+class DisentangledBlock(EncoderBlock):
+    """Attention and MLP, each with a norm after it."""
+
+    def __init__(self, family: EncoderFamily, config: Any) -> None:
+        super().__init__(family, config)
+        self.buckets: int = config.position_buckets
+        self.farthest = farthest(config)
+
+    def mix(self, x: jax.Array, length: jax.Array, *shared: Any) -> jax.Array:
+        """See EncoderBlock; `shared` are the table of distances and its norm."""
+        table, norm = shared
+        batch, count, _ = x.shape
+        index = log_buckets(np.arange(1 - count, count), self.buckets, self.farthest)
+        rows = np.clip(index + self.buckets, 0, 2 * self.buckets - 1)
+        distances = norm(table(jnp.asarray(rows))[None])
+        projections = [part_of(self, name) for name in self.names.qkv]
+        query, keys, values = (
+            project(x).reshape(batch, count, self.heads, -1) for project in projections
+        )
+        of_query, of_keys = (
+            project(distances).reshape(2 * count - 1, self.heads, -1) for project in projections[:2]
+        )
+        scale = (3 * query.shape[-1]) ** -0.5
+        query = query * scale
+        # [T, T]: the place of the distance from the token that is seen to the one that sees it.
+        place = jnp.arange(count)[:, None] - jnp.arange(count) + count - 1
+        content = jnp.einsum("bqnh,rnh->bnqr", query, of_keys)
+        position = jnp.einsum("bknh,rnh->bnkr", keys * scale, of_query)
+        bias = _taken(content, place) + _taken(position, place.T).swapaxes(2, 3)
+        return biased_attention(query, keys, values, length, bias=bias)
+
+
+def _taken(scores: jax.Array, place: jax.Array) -> jax.Array:
+    """Return for each row of scores [B, N, T, R] the columns [T, T] of that row."""
+    shape = (*scores.shape[:2], *place.shape)
+    return jnp.take_along_axis(scores, jnp.broadcast_to(place, shape), axis=3, mode="clip")
+
+
+_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {**ACTIVATIONS, "tanh": jnp.tanh}
+
+
+@dataclass(frozen=True)
+class ScoringHead:
+    """The head of a family. Names are those of published tensors.
+
+    Attributes:
+        dense: a layer of the model's width on the pooled hidden state; empty: there is none.
+        activation: what follows it, or the key of config.json that says it.
+        norm: a norm without a bias after that; empty: there is none.
+        out: the layer that gives the scores.
+        pooling: the token that is pooled, a name in sentence.POOLING, or the key of config.json that says it.
+        dense_bias: whether `dense` has a bias, or the key of config.json that says it.
+        out_bias: whether `out` has a bias.
+    """
+
+    dense: str = "classifier.dense"
+    activation: str = "tanh"
+    norm: str = ""
+    out: str = "classifier.out_proj"
+    pooling: str = "cls"
+    dense_bias: bool | str = True
+    out_bias: bool = True
+
+    @property
+    def is_causal(self) -> bool:
+        """True if it is a decoder, which scores at its last token."""
+        return not self.dense and self.pooling == "lasttoken"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its modules, in the order in which they compute."""
+        return tuple(filter(None, (self.dense, self.norm, self.out)))
+
+    def chosen(self, config: Any) -> tuple[str, str]:
+        """Return the pooling and the activation.
+
+        Raises:
+            CheckpointError: a configuration says one that is not supported.
+        """
+        found = []
+        for value, known in ((self.pooling, POOLING), (self.activation, _ACTIVATIONS)):
+            if value not in known:
+                key, value = value, getattr(config, value)
+                require(config, key, value, known)
+            found.append(value)
+        return found[0], found[1]
+
+
+def pooler(prefix: str, activation: str = "tanh") -> ScoringHead:
+    """Return the head of a family that scores what its pooler returns."""
+    return ScoringHead(dense=f"{prefix}pooler.dense", activation=activation, out="classifier")
+
+
+@final
+class ScoringEncoder(WholeEncoder):
+    """A transformer, and the head that scores its hidden states."""
+
+    def __init__(
+        self,
+        head: ScoringHead,
+        config: Any,
+        prefix: str,
+        transformer: nnx.Module,
+        *,
+        labels: int,
+        segments: bool,
+    ) -> None:
+        """Build a model.
+
+        Args:
+            head: its head.
+            config: transformers' configuration.
+            prefix: as of `WholeEncoder`.
+            transformer: as of `WholeEncoder`.
+            labels: the number of scores of each text.
+            segments: whether it is given segments: a token of the second text of a pair is its id plus the
+                size of the vocabulary.
+        """
+        super().__init__(prefix, transformer)
+        self.form, self.segments, self.vocab_size = head, segments, config.vocab_size
+        self.pooling, self.activation = head.chosen(config)
+        width: int = config.hidden_size
+        if head.dense:
+            bias = head.dense_bias
+            bias = getattr(config, bias) if isinstance(bias, str) else bias
+            place(self, head.dense, product(width, width, bias=bias))
+        if head.norm:
+            place(self, head.norm, LayerNorm(width, config.norm_eps, bias=False))
+        place(self, head.out, product(width, labels, bias=head.out_bias))
+
+    @property
+    def ending(self) -> Parts:
+        """See WholeEncoder."""
+        return [part_of(self, name) for name in self.form.names]
+
+    def run(self, kind: str, parts: Parts, *inputs: jax.Array) -> jax.Array:
+        """See WholeEncoder."""
+        if kind == "embed" and self.segments:
+            (tokens,) = inputs
+            segments = (tokens >= self.vocab_size).astype(jnp.int32)
+            inputs = (tokens - self.vocab_size * segments, segments)
+        return super().run(kind, parts, *inputs)
+
+    def finish(self, ending: Parts, hidden: jax.Array, length: jax.Array) -> jax.Array:
+        """See WholeEncoder."""
+        x = POOLING[self.pooling](hidden, length)
+        *inner, out = ending
+        for place_of, part in enumerate(inner):
+            x = part(x)
+            if self.form.dense and place_of == 0:
+                x = _ACTIVATIONS[self.activation](x)
+        return out(x)

@@ -22,7 +22,7 @@ from flax import nnx
 from jax import lax
 
 from prejit.compiler.models.families.sentence_layout import DenseModule, SentenceLayout
-from prejit.compiler.models.layers import forms_while_tracing, kernel_calls
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.linear import Linear
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -156,7 +156,7 @@ class WholeEncoder(nnx.Module):
             return _chain(parts[0](*inputs), parts[1:])
         length, x = inputs
         if kind == "layer":
-            with forms_while_tracing.rounding_rows():
+            with kernel_calls.rounding_rows():
                 return parts[0](x, length, *parts[1:])
         count = len(parts) - len(self.ending)
         return self.finish(parts[count:], _chain(x, parts[:count]), length)
@@ -265,7 +265,7 @@ def product(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
     XLA transposes a matrix stored (out, in) on every call: in MiniLM's shapes 1 x 16 tokens cost 2 x as much,
     1 x 128 tokens 1.5 x. A bundle with kernels stores it (out, in), as they read it.
     """
-    return Linear(inputs, outputs, bias=bias, in_out=not forms_while_tracing.are_stored_out_in())
+    return Linear(inputs, outputs, bias=bias, in_out=not kernel_calls.are_stored_out_in())
 
 
 def attention(
@@ -293,7 +293,7 @@ def attention(
     batch, count, width = query.shape
     size = width // heads
     query, keys, values = (x.reshape(batch, count, heads, size) for x in (query, keys, values))
-    if forms_while_tracing.has_kernels():
+    if kernel_calls.has_kernels():
         given = (query, keys, values, length, size**-0.5)
         mixed = kernel_calls.encoder_attention(*given, rounds=rounds)
         return mixed.reshape(batch, count, width)

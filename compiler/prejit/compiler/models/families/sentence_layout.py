@@ -18,7 +18,7 @@ module Transformer (cross_encoder/model.py). A causal language model scores by t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,21 @@ from typing import Any
 from prejit.compiler.base.json_file import read_list, read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import Encode
-from prejit.compiler.models.families.layout_settings import HINT, LAYOUT, expect, known_keys
+from prejit.compiler.models.chat_files import special_tokens
 from prejit.compiler.models.families.score_layout import (
+    HINT,
+    LAYOUT,
     Answers,
     PairTemplate,
+    expect,
+    known_keys,
     message_form,
     of_chat,
     read_answers,
     score_activation,
     template_of,
 )
-from prejit.compiler.models.families.token_heads import TokenHead, token_heads
+from prejit.compiler.models.torch_tensors import torch_tensors
 from prejit.runtime.errors import CheckpointError
 
 POOLING_KEYS = {
@@ -168,26 +172,7 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
     scores = answers is not None or (
         kinds == ["Transformer"] and kind.endswith("ForSequenceClassification")
     )
-    if not (is_plain or scores) and (
-        kinds[:2] != ["Transformer", "Pooling"]
-        or kinds.count("Normalize") > (kinds[-1] == "Normalize")
-    ):
-        raise CheckpointError(
-            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize; or one "
-            "Transformer of the class ...ForSequenceClassification; or Transformer of the class "
-            f"...ForCausalLM and LogitScore; found {', '.join(kinds) or 'none'}",
-            hint=HINT,
-        )
-    for name, path in modules:
-        if name not in _WITH_FILES or (
-            path.is_dir() and (name == "Transformer" or path != directory)
-        ):
-            continue
-        found = "" if path == directory else path.name
-        raise CheckpointError(
-            f"{file}: path of the module {name}: expected a directory beside it, found {shown(found)}",
-            hint="correct path, or take the directory that was published with modules.json",
-        )
+    _check_modules(file, modules, has_any_order=is_plain or scores)
     modes: tuple[str, ...] = ("lasttoken" if causal else "mean",)
     width, files = None, [*([] if is_plain else [file])]
     files += _present(transformer, "config.json", "tokenizer_config.json")
@@ -258,6 +243,32 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
             *([] if is_plain else _present(directory, _SETTINGS)),
         ),
     )
+
+
+def _check_modules(file: Path, modules: Sequence[tuple[str, Path]], *, has_any_order: bool) -> None:
+    """Check that modules come in an order that is supported, each with its directory beside modules.json."""
+    kinds = [kind for kind, _ in modules]
+    if not has_any_order and (
+        kinds[:2] != ["Transformer", "Pooling"]
+        or kinds.count("Normalize") > (kinds[-1] == "Normalize")
+    ):
+        raise CheckpointError(
+            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize; or one "
+            "Transformer of the class ...ForSequenceClassification; or Transformer of the class "
+            f"...ForCausalLM and LogitScore; found {', '.join(kinds) or 'none'}",
+            hint=HINT,
+        )
+    directory = file.parent
+    for name, path in modules:
+        if name not in _WITH_FILES or (
+            path.is_dir() and (name == "Transformer" or path != directory)
+        ):
+            continue
+        found = "" if path == directory else path.name
+        raise CheckpointError(
+            f"{file}: path of the module {name}: expected a directory beside it, found {shown(found)}",
+            hint="correct path, or take the directory that was published with modules.json",
+        )
 
 
 def _modules(file: Path) -> Iterator[tuple[str, Path]]:
@@ -414,3 +425,69 @@ def _has_segments(settings: Mapping[str, Any]) -> bool | None:
 
 def _present(directory: Path, *names: str) -> list[Path]:
     return [directory / name for name in names if (directory / name).is_file()]
+
+
+_FILES = {"multi_vector": "colbert_linear", "sparse": "sparse_linear"}
+"""The name of each head's file, and of its layer, in the order in which a program returns them."""
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True)
+class TokenHead:
+    """A linear layer on the hidden state of each token."""
+
+    kind: str
+    outputs: int
+    file: Path
+
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        return _FILES[self.kind]
+
+
+def token_heads(
+    directory: Path, tokenizer: Path, asked: Collection[str]
+) -> tuple[tuple[TokenHead, ...], tuple[int, ...] | None]:
+    """Return the heads of a directory that are asked for, and the tokens that get no weight.
+
+    `tokenizer` is the directory of its tokenizer. None in place of tokens: no head weighs any.
+
+    Raises:
+        CheckpointError: a file is missing or has other tensors.
+    """
+    heads = []
+    for kind, name in _FILES.items():
+        if kind not in asked:
+            continue
+        file = directory / f"{name}.pt"
+        tensors = torch_tensors(file)
+        matrix = tensors.get("weight")
+        if tensors.keys() != {"weight", "bias"} or matrix is None or len(matrix.shape) != 2:
+            raise CheckpointError(
+                f"{file}: expected the tensors weight [outputs, inputs] and bias [outputs], found "
+                f"{', '.join(f'{at} {list(each.shape)}' for at, each in tensors.items()) or 'none'}"
+            )
+        if kind == "sparse" and matrix.shape[0] != 1:
+            raise CheckpointError(f"{file}: weight: expected one output, found {matrix.shape[0]}")
+        heads.append(TokenHead(kind, matrix.shape[0], file))
+    return tuple(heads), _unweighted(tokenizer) if "sparse" in asked else None
+
+
+def _unweighted(directory: Path) -> tuple[int, ...]:
+    from tokenizers import Tokenizer
+
+    named = special_tokens(directory)
+    if "cls_token" not in named:  # transformers would take that of the tokenizer's class
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: expected cls_token and the other special tokens, which "
+            "get no weight; found none",
+            hint="save the tokenizer again with a newer transformers: tokenizer.save_pretrained(DIRECTORY)",
+        )
+    file = directory / "tokenizer.json"
+    try:
+        ids = Tokenizer.from_file(str(file)).token_to_id
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{file}: expected a tokenizer: {error}") from error
+    found = {ids(named[name]) for name in _UNWEIGHTED if name in named}
+    return tuple(sorted(each for each in found if each is not None))

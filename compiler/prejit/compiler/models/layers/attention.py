@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import forms_while_tracing, kernel_calls
+from prejit.compiler.models.layers import kernel_calls
 
 LayerCache = tuple[jax.Array, ...]
 """Keys and values of one layer, each [B, K, S, W]; or what else a layer keeps."""
@@ -146,7 +146,7 @@ class NewTokens:
             bias = None if bias is None else self.wanted(bias)
         ends = self.ends
         others: tuple[Any, ...] = (bias, sinks, ends, chunk)
-        if forms_while_tracing.has_kernels() and all(each is None for each in others):
+        if kernel_calls.has_kernels() and all(each is None for each in others):
             return self._call_kernel(query, (keys, values), layer, scale, window=window, cap=cap)
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
@@ -348,7 +348,7 @@ def attention_to_all(
         float32 [B, T, N * H]; the cache, which the kernel has to return because it gets its memory.
     """
     slots = layer[0].shape[2]
-    if not forms_while_tracing.has_kernels():
+    if not kernel_calls.has_kernels():
         positions = jnp.full(query.shape[:2], slots - 1)
         return attention(query, layer, positions, scale), layer
     # Tokens behind the end of a cache see all of it, and none of them is written.

@@ -28,7 +28,7 @@ from flax import nnx
 from jax import lax
 
 from prejit.compiler.base.stored_dtypes import stored_as
-from prejit.compiler.models.layers import forms_while_tracing, kernel_calls
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm, dot_of_words
 
 FEW_PAIRS = 8
@@ -247,7 +247,7 @@ class Mixture:
         Returns:
             float32 [R, D].
         """
-        if forms_while_tracing.has_kernels():
+        if kernel_calls.has_kernels():
             results = self._by_kernel(x, experts)
         elif len(x) == 1 or experts.size <= FEW_PAIRS:
             results = self._by_pairs(x, experts)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import stored_as
-from prejit.compiler.models.layers import forms_while_tracing, int4_words, kernel_calls
+from prejit.compiler.models.layers import int4_words, kernel_calls
 from prejit.compiler.models.layers.row_adapters import StackPlace, are_changed, changed
 from prejit.compiler.native.products import KERNEL, KERNEL_OF, LOOP, WIDENED, Product
 
@@ -108,19 +108,19 @@ class Linear(nnx.Module):
 
     def _imitating(self, x: jax.Array) -> jax.Array:
         """Return x as the kernels of the imitated dtype round it."""
-        if self.imitated == "int8" and forms_while_tracing.rounds_rows():
+        if self.imitated == "int8" and kernel_calls.rounds_rows():
             return rounded(x)
         return rounded_groups(x) if self.imitated == "int4" else x
 
     def form(self, x: jax.Array) -> str | None:
         """Return the form of the product with x; None if `dot` is to choose."""
-        return forms_while_tracing.form_of(self.product(x))
+        return kernel_calls.form_of(self.product(x))
 
     def product(self, x: jax.Array) -> Product:
         """Return the product with x."""
         stored, rows = stored_as(self.weight.dtype), math.prod(x.shape[:-1])
         in_out = self.in_out and stored.words is None
-        rounds_rows = stored.name == "int8" and forms_while_tracing.rounds_rows()
+        rounds_rows = stored.name == "int8" and kernel_calls.rounds_rows()
         return Product(stored.name, rows, self.inputs, self.outputs, in_out, rounds_rows)
 
     @property
@@ -193,9 +193,7 @@ def is_stored_in_out(inputs: int, outputs: int) -> bool:
     cache. For several tokens XLA transposes a matrix stored (out, in) on every call. GPT-2-124M takes 0.93 x
     the time of all (out, in) for decode, 0.87 x for a batch of 4 and for prefill of 32 or 512 tokens.
     """
-    return (
-        not forms_while_tracing.are_stored_out_in() and inputs < 1024 and inputs < outputs <= 4096
-    )
+    return not kernel_calls.are_stored_out_in() and inputs < 1024 and inputs < outputs <= 4096
 
 
 class Embedding(nnx.Module):
@@ -217,7 +215,7 @@ class Embedding(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Return the product of x [..., D] with every row, as a tied head computes it: [..., number]."""
         weight = self.weight[...]
-        form = forms_while_tracing.form_of(_product(x, weight, self.contracted))
+        form = kernel_calls.form_of(_product(x, weight, self.contracted))
         if form == KERNEL:
             scale = None if self.weight_scale is None else self.weight_scale[...]
             return kernel_calls.linear(x, kernel_calls.Operand(weight, scale))
@@ -390,7 +388,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x [..., D] with mean 0 and variance 1 along D, then scaled and shifted."""
         weight = jnp.ones(x.shape[-1]) if self.weight is None else self.weight[...]
-        if forms_while_tracing.has_kernels() and weight.ndim == 1:
+        if kernel_calls.has_kernels() and weight.ndim == 1:
             bias = None if self.bias is None else self.bias[...]
             options: dict[str, Any] = {"epsilon": self.epsilon, "offset": self.offset}
             return kernel_calls.norm(x, weight, bias, centred=True, **options)
@@ -417,7 +415,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the norm of x [..., width]."""
         weight = jnp.ones(x.shape[-1]) if self.weight is None else self.weight[...]
-        if forms_while_tracing.has_kernels():
+        if kernel_calls.has_kernels():
             return kernel_calls.norm(x, weight, epsilon=self.epsilon, offset=self.offset)
         mean_square = jnp.square(x).mean(-1, keepdims=True)
         scale = weight + self.offset if self.offset else weight

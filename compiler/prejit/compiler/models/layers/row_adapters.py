@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from prejit.compiler.models.layers import forms_while_tracing, kernel_calls
+from prejit.compiler.models.layers import kernel_calls
 from prejit.runtime.format.arrays import Array
 
 
@@ -86,7 +86,7 @@ _ROWS: ContextVar[RowAdapters | None] = ContextVar("row_adapters", default=None)
 
 def adapting(rows: RowAdapters | None) -> AbstractContextManager[Any]:
     """Trace models whose rows have adapters inside the block."""
-    return forms_while_tracing.while_tracing(_ROWS, rows)
+    return kernel_calls.while_tracing(_ROWS, rows)
 
 
 def are_changed(*places: StackPlace | None) -> bool:
@@ -109,7 +109,7 @@ def changed(
         return y
     slots, layer = rows.slots, place.layer
     down, up = (rows.stacks[f"{place.stack}.{end}"] for end in "AB")
-    if forms_while_tracing.has_kernels():
+    if kernel_calls.has_kernels():
         return kernel_calls.row_adapters(x, y, slots, down, up, layer=layer, activation=activation)
 
     def matrix(stack: jax.Array, slot: jax.Array) -> jax.Array:

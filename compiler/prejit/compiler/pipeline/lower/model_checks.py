@@ -116,7 +116,7 @@ def _check_published(
             specs = [spec for spec in specs if spec.kind != IMAGE]
         _check_decoder(manifest, decoding_part(model), model.shape, specs, limit)
     if manifest.mesh is not None and manifest.encode is None:
-        from prejit.compiler.models.sharding import check_mesh
+        from prejit.compiler.models.decoder_matrices import check_mesh
 
         check_mesh(manifest.mesh, model.module, manifest.where, config)
     _ = weights.names  # raises an error that lists every tensor that does not fit

@@ -46,7 +46,7 @@ from prejit.runtime.format.names import DRAFT
 if TYPE_CHECKING:
     from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.own_decoder import OwnModel
-    from prejit.compiler.models.layers.forms_while_tracing import Forms
+    from prejit.compiler.models.layers.kernel_calls import Forms
     from prejit.compiler.models.layers.layer_config import DecoderConfig
     from prejit.compiler.models.parameters import Parametrized
 
@@ -188,7 +188,7 @@ def lower_native(
 def _lower_native(
     space: Workspace, program: PlannedProgram, key: Key, forms: Mapping[Product, str]
 ) -> Native:
-    from prejit.compiler.models.layers.forms_while_tracing import Forms
+    from prejit.compiler.models.layers.kernel_calls import Forms
 
     chosen = Forms(forms)
     how = lower_own_decoder if space.plan.manifest.has_own_model else _lower_published
@@ -222,7 +222,7 @@ def _lower_published(
     """Lower a program of a published model; `forms` are those of its products with kernels."""
     from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
     from prejit.compiler.lowering.encoder_programs import lower_encoder, lower_images
-    from prejit.compiler.models.sharding import shardings
+    from prejit.compiler.models.decoder_matrices import shardings
 
     if program.spec.kind.startswith(DRAFT) and (of_draft := space.of_draft) is not None:
         return _lower_published(of_draft, replace(program, spec=undrafted(program.spec)), forms)

@@ -1,7 +1,7 @@
-"""Round the matrices of a published model to int4 by what enters them on a text (models/int4_feedback.py).
+"""Round the matrices of a published model to int4 by what enters them on a text (models/int4_rounding.py).
 
-The model in float32 is evaluated on the beginning of `model.evaluation`, operation by operation
-(streamed.py); the end of that text measures the accuracy. Where a matrix is multiplied with, it is rounded.
+The model in float32 is evaluated on the beginning of `model.evaluation`, operation by operation (see
+model_comparison.py); the end of that text measures the accuracy. A matrix is rounded where it multiplies.
 Memory holds what lies between two layers, the products of the inputs of one matrix, and the rounded matrices.
 The matrices of a mixture are rounded expert by expert, each by the tokens that reach it.
 """
@@ -21,20 +21,12 @@ from jax.extend.core import ClosedJaxpr
 
 from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.models import (
-    int4_feedback,
-    int4_rounding,
-    jaxpr_evaluation,
-    model_registry,
-    quantizing,
-)
-from prejit.compiler.models.int4_feedback import Inputs
-from prejit.compiler.models.int4_rounding import Rows
-from prejit.compiler.models.jaxpr_evaluation import INLINED, called
+from prejit.compiler.models import int4_rounding, model_registry, narrow_matrices, quantizing
+from prejit.compiler.models.int4_rounding import Inputs, Rows
+from prejit.compiler.models.narrow_matrices import INLINED, called
 from prejit.compiler.models.parameters import parametrized
-from prejit.compiler.pipeline.measure import streamed
-from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, encode_text
-from prejit.compiler.pipeline.measure.streamed import Weight
+from prejit.compiler.pipeline.measure import model_comparison
+from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, Weight, encode_text
 from prejit.compiler.pipeline.model import ModelSource
 from prejit.compiler.pipeline.pack.weights_layer import RoundedByText
 from prejit.runtime.base.wording import few
@@ -156,7 +148,7 @@ class _Rounder:
     def read(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> None:
         """Evaluate a decoder up to its head."""
         try:
-            jaxpr_evaluation.evaluate(closed, arguments, self._apply)
+            narrow_matrices.evaluate(closed, arguments, self._apply)
         except _HeadReached:
             return
 
@@ -164,9 +156,9 @@ class _Rounder:
         """Return the results of one operation."""
         kind = equation.primitive.name
         if not any(isinstance(each, Weight) for each in given):
-            return streamed.apply(equation, given)
+            return model_comparison.apply(equation, given)
         if kind in INLINED:
-            return jaxpr_evaluation.evaluate(called(equation), given, self._apply)
+            return narrow_matrices.evaluate(called(equation), given, self._apply)
         if kind == "while":
             return self._looped(equation, given)
         if kind == "dynamic_slice" and (one := self._expert(equation, *given)) is not None:
@@ -175,7 +167,7 @@ class _Rounder:
             return given
         if kind == "dot_general":
             self._multiplied(equation, *given)
-        return streamed.apply(equation, given)
+        return model_comparison.apply(equation, given)
 
     def _looped(self, equation: Any, given: list[Any]) -> Sequence[Any]:
         """Return the results of a loop over experts."""
@@ -185,14 +177,14 @@ class _Rounder:
 
         def goes_on() -> bool:
             condition = [*given[:of_condition], *carry]
-            [found] = jaxpr_evaluation.evaluate(
+            [found] = narrow_matrices.evaluate(
                 equation.params["cond_jaxpr"], condition, self._apply
             )
             return bool(found)
 
         while goes_on():
             body = equation.params["body_jaxpr"]
-            carry = jaxpr_evaluation.evaluate(body, [*constants, *carry], self._apply)
+            carry = narrow_matrices.evaluate(body, [*constants, *carry], self._apply)
         for name, experts in self._experts.items():
             self.found[name] = experts.rounded()
         self._experts.clear()
@@ -223,11 +215,11 @@ class _Rounder:
         elif weight.name not in self.found:
             if self._last[0] is not x:
                 rows = np.asarray(x).reshape(-1, x.shape[-1])
-                self._last = x, int4_feedback.inputs_of(int4_feedback.squares(rows), len(rows))
+                self._last = x, int4_rounding.inputs_of(int4_rounding.squares(rows), len(rows))
             matrix, (_, inputs) = weight.rows[0 : shape[0]], self._last
             if inputs is not None:
                 matrix, groups = matrix if of_matrix == (1,) else matrix.T, self.wanted[weight.name]
-                found = int4_feedback.quantized(matrix, inputs, weight.name, groups)
+                found = int4_rounding.quantized_for(matrix, inputs, weight.name, groups)
                 self.found[weight.name] = found
 
 
@@ -270,15 +262,15 @@ class _Experts:
         """Add inputs of the last expert, float32 [R, in]; rows of zeros fill up a block."""
         rows = x[x.any(axis=-1)]
         if len(rows):
-            products = int4_feedback.squares(rows)
+            products = int4_rounding.squares(rows)
             self._products = products if self._products is None else self._products + products
             self._count += len(rows)
 
     def _end(self) -> None:
         if self._matrix is not None and self._products is not None and self._count >= _LEAST_ROWS:
-            inputs = int4_feedback.inputs_of(self._products, self._count)
+            inputs = int4_rounding.inputs_of(self._products, self._count)
             if inputs is not None and self._place not in self._found:
-                self._found[self._place] = int4_feedback.quantized(
+                self._found[self._place] = int4_rounding.quantized_for(
                     self._matrix.matrix, inputs, self.name, GROUPS_OF_32
                 )
         self._matrix, self._products, self._count = None, None, 0

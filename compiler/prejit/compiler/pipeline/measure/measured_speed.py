@@ -37,7 +37,7 @@ from prejit.compiler.native.products import KERNEL, Product
 from prejit.compiler.pipeline.build_interface import Services
 from prejit.compiler.pipeline.executable_jobs import CompiledTarget
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.compatibility import requirement_of
+from prejit.compiler.pipeline.pack.contents import requirement_of
 from prejit.compiler.pipeline.result_keys import cost_key, measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store, kept_values

@@ -53,7 +53,7 @@ from prejit.runtime.format.release_limits import ReleaseLimits, limits_annotatio
 
 if TYPE_CHECKING:
     from prejit.compiler.native.kernel_library import KernelLibrary
-    from prejit.compiler.pipeline.libraries import ReadLibrary
+    from prejit.compiler.pipeline.target_tools import ReadLibrary
     from prejit.compiler.store.cached_files import BlobWriter
     from prejit.compiler.store.store_interface import Store
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.checkpoint import tokenizer_check
+from prejit.compiler.checkpoint import configured_tokenizer
 from prejit.compiler.checkpoint.configured_tokenizer import (
     check_encoder_tokenizer,
     check_prefix_space,
@@ -284,7 +284,7 @@ def _check_tokenizer(space: Workspace, path: Path, content: bytes) -> None:
     if space.store.get(key) is not None:
         return
     with space.progress.phase("checking tokenizer.json"):
-        tokenizer_check.check_tokenizer(path, content, space.vocab_size())
+        configured_tokenizer.check_tokenizer(path, content, space.vocab_size())
         check_prefix_space(path, content)
         if layout is not None:
             check_encoder_tokenizer(path, content, layout, space.vocab_size())

@@ -30,11 +30,10 @@ from prejit.runtime.recorded.hook.jax_calls import (
     settings_text,
     signature_of,
 )
-from prejit.runtime.recorded.hook.kept_calls import call_name
+from prejit.runtime.recorded.hook.kept_calls import call_name, given_values, tree_json
 from prejit.runtime.recorded.hook.kept_shardings import NotKeptError, entries_of, sharding_json
 from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
 from prejit.runtime.recorded.hook.process_inputs import command_of_process
-from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
 
 _EXCERPT = 300
 """Characters of a part of a signature that a bundle keeps, for reports."""

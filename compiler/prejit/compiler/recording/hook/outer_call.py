@@ -93,17 +93,7 @@ def _described(
     import jax
 
     if name is None:
-        script = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "")
-        if (
-            script
-            and getattr(function, "__module__", None) == "__main__"
-            and not _module_name("__main__")
-        ):
-            raise _UnknownError(
-                f"it is in {script!r}, whose name no import statement can have: rename the file, to letters, "
-                "digits and underscores before .py"
-            )
-        raise _UnknownError("no name was found by which its function can be imported")
+        raise _without_name(function)
     try:
         signature = inspect.signature(function)
         bound = signature.bind(*args, **kwargs)
@@ -167,6 +157,17 @@ def _described(
             "x64": jax.config.jax_enable_x64,
         },
     }
+
+
+def _without_name(function: Any) -> _UnknownError:
+    script = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "")
+    is_of_script = script and getattr(function, "__module__", None) == "__main__"
+    if is_of_script and not _module_name("__main__"):
+        return _UnknownError(
+            f"it is in {script!r}, whose name no import statement can have: rename the file, to letters, "
+            "digits and underscores before .py"
+        )
+    return _UnknownError("no name was found by which its function can be imported")
 
 
 class _Names:

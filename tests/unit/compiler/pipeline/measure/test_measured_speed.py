@@ -8,7 +8,7 @@ from types import SimpleNamespace as Stub
 
 import pytest
 
-from prejit.compiler.compile.worker import worker_timing
+from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.pipeline.measure import measured_speed
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.store_interface import Key
@@ -81,7 +81,7 @@ def test_a_build_that_measures_nothing_has_the_costs_of_any_machine(costs_of):
 def test_measuring_ends_in_time_where_a_program_is_faster_than_its_call(monkeypatch):
     """An encoder of one layer took a minute: only the microseconds of the programs were counted."""
     now = [0.0]
-    monkeypatch.setattr(worker_timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(worker_requests.time, "perf_counter", lambda: now[0])
     runs = []
 
     def run():
@@ -89,5 +89,5 @@ def test_measuring_ends_in_time_where_a_program_is_faster_than_its_call(monkeypa
         now[0] += 0.01  # copies of the arguments, mostly
         return 1e-6
 
-    assert worker_timing._least_of(run, 0.1) == 1e-6
+    assert worker_requests._least_of(run, 0.1) == 1e-6
     assert len(runs) <= 12

@@ -6,7 +6,7 @@ import pytest
 from tests.format import second_reader
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, layer
-from prejit.compiler.pipeline.pack.chunks import CHUNK_BYTES, VerityHash, chunks_of
+from prejit.compiler.pipeline.pack.weights_layer import CHUNK_BYTES, VerityHash, chunks_of
 from prejit.compiler.store.directory_store import DirectoryStore
 
 BLOCK = 4096

@@ -8,7 +8,7 @@ import pytest
 from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.kernel_library import KernelLibrary
-from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
+from prejit.compiler.pipeline.pack.contents import readable_until, requirement_of
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError

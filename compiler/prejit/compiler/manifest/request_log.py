@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from prejit.runtime.errors import StoreError, UsageError
 
@@ -82,17 +82,10 @@ def read_log(path: Path, model: str | None = None) -> LoggedRequests:
     running: list[tuple[str, float, float]] = []
     try:
         with path.open(encoding="utf-8") as file:
-            rows = _csv_rows(file) if path.suffix == ".csv" else _json_rows(file, path)
-            for number, row in rows:
-                where = f"{path}: line {number}"
-                if row.get("event") == "request":
-                    for model_name, found in _server_calls(row, where):
-                        requests[model_name, found] += 1
-                        if isinstance(found, LoggedGeneration):
-                            end = float(row["time"])
-                            running.append((model_name, end - float(row["seconds"]), end))
-                elif "event" not in row:
-                    requests[None, _request(row, where)] += 1
+            for of, one, span in _requests(file, path):
+                requests[of, one] += 1
+                if of is not None and span is not None:
+                    running.append((of, *span))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise StoreError(f"{path}: cannot read: {reason}") from error
@@ -110,6 +103,24 @@ def read_log(path: Path, model: str | None = None) -> LoggedRequests:
         raise UsageError(f"{path}: expected requests with lengths, found none", hint=_HINT)
     spans = ((start, end) for of, start, end in running if of == name)
     return LoggedRequests(generations, encodings, _seconds_at(spans))
+
+
+def _requests(
+    file: TextIO, path: Path
+) -> Iterator[tuple[str | None, LoggedGeneration | LoggedEncoding, tuple[float, float] | None]]:
+    """Yield each request with its bundle, and of a generation in a server's log when it ran."""
+    rows = _csv_rows(file) if path.suffix == ".csv" else _json_rows(file, path)
+    for number, row in rows:
+        where = f"{path}: line {number}"
+        if row.get("event") == "request":
+            for model, found in _server_calls(row, where):
+                span = None
+                if isinstance(found, LoggedGeneration):
+                    end = float(row["time"])
+                    span = end - float(row["seconds"]), end
+                yield model, found, span
+        elif "event" not in row:
+            yield None, _request(row, where), None
 
 
 def _only_model(names: set[str], model: str | None, path: Path) -> str | None:

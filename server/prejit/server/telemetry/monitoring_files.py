@@ -1,4 +1,11 @@
-"""Write dashboards, alert rules and runbooks into a directory."""
+"""Write dashboards of Grafana, alert rules of Prometheus and runbooks into a directory. No JAX.
+
+They are in `monitoring/`. The names of the metrics are those of metrics_collector.py; a test compares them.
+
+Two objectives of the rules have burn-rate alerts over several windows (The Site Reliability Workbook, chapter
+5): a fast burn wakes somebody, a slow one makes a ticket. The other alerts name causes. The short window of
+each pair ends the alert soon after its cause has ended.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from pathlib import Path
 
 from prejit.runtime.errors import StoreError, UsageError
 
-_TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATES = Path(__file__).parent / "monitoring"
 
 
 def files(runbooks: str) -> dict[str, str]:

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from prejit.compiler.manifest.manifest import Encode, Generate
+from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.compiler.manifest.specs import ENCODER_KINDS, ProgramSpec, decoder_specs
-from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.errors import UsageError
 
