@@ -379,3 +379,15 @@ def test_a_program_that_changes_a_reference_is_not_described():
     with pytest.raises(NotKeptError, match="it changes a reference of jax"):
         executable_json(executable)
     assert executable_json(jax.jit(lambda x: x).lower(x).compile()._executable)["outputs"]
+
+
+def test_a_listing_counts_with_its_order_inside_a_trace(tmp_path):
+    listed = tmp_path / "listed"
+    listed.mkdir()
+    for name in "bca":
+        (listed / name).touch()
+    digests = {"None": input_facts.listing_digest, "[]": input_facts.order_digest}
+    for effects, digest in digests.items():
+        code = f"watch.effects = {effects}; os.listdir({str(listed)!r})"
+        read, _ = watched(tmp_path, code, (str(listed),))["own"]
+        assert read == {str(listed): digest(listed)}, effects

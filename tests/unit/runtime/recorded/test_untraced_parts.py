@@ -1,5 +1,6 @@
 """The texts, trees and inputs by which calls are told apart, and brought to another process."""
 
+import contextlib
 import copy
 import enum
 import functools
@@ -30,6 +31,7 @@ from prejit.runtime.recorded.hook.input_facts import (
     initial_environment,
     is_of_library,
     listing_digest,
+    order_digest,
     packages_digest,
 )
 from prejit.runtime.recorded.hook.jax_calls import JaxCall
@@ -463,6 +465,7 @@ def compared(files):
         "environment": {k: v for k, v in initial_environment().items() if is_of_library(k)},
         "files": [[a, 1, identity_of(a), file_digest(a)], [absent, 2, None, None]],
         "listings": [[listed, 1, listing_digest(listed)]],
+        "orders": [[str(files), 3, order_digest(str(files))]],
         "packages": [[str(files), 1, packages_digest(files)]],
         "links": [[str(files / "link"), 1, "listed"]],
         "absent": [["no_such_module", 1, None], ["no_such_parent.module", 1, None]],
@@ -544,3 +547,17 @@ def test_a_trace_inside_another_is_counted_once(monkeypatch):
     for seconds in (1.0, 0.5, 4.5, 2.0):
         clock.traced(seconds)
     assert clock.read()["tracing"] == 6.5
+
+
+def test_the_order_in_which_a_trace_listed_names_is_compared(files, monkeypatch):
+    same, turned, scandir = compared(files), compared(files), os.scandir
+    assert same.difference(3) is None
+
+    @contextlib.contextmanager
+    def backwards(path):
+        with scandir(path) as found:
+            yield reversed([*found])
+
+    monkeypatch.setattr(os, "scandir", backwards)
+    assert turned.difference(1) is None
+    assert turned.difference(3) == f"the names in the directory {files}, or their order,"

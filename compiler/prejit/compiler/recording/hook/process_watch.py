@@ -52,6 +52,7 @@ class ProcessWatch:
         self._change = {
             "files": facts.identity_of,
             "listings": facts.listing_digest,
+            "orders": facts.order_digest,
             "packages": facts.packages_digest,
             "kinds": facts.kind_of,
             "links": facts.link_of,
@@ -194,8 +195,10 @@ class ProcessWatch:
             path = arguments[0]
             code = sys._getframe(2).f_code.co_filename
             if isinstance(path, (str, bytes, type(None))) and not code.startswith(_IMPORT):
-                of_packages = code.startswith(_PACKAGES)
-                self._path("packages" if of_packages else "listings", os.fsdecode(path or "."))
+                # What a trace makes may have the order; of a list made before, its signature has it.
+                names = "listings" if self.effects is None else "orders"
+                kind = "packages" if code.startswith(_PACKAGES) else names
+                self._path(kind, os.fsdecode(path or "."))
         elif event in ("import", "ctypes.dlopen"):
             path = arguments[1 if event == "import" else 0]
             if isinstance(path, str) and os.path.sep in path:

@@ -57,14 +57,22 @@ def link_of(path: str) -> str | None:
 
 def listing_digest(path: str) -> str | None:
     """Return a digest of a directory: its names, directories and links; None: it cannot be listed."""
+    names = _listed(path)
+    return None if names is None else _digest_of(sorted(names))
+
+
+def order_digest(path: str) -> str | None:
+    """Return a digest as `listing_digest`, of the order in which the system lists the names, too."""
+    names = _listed(path)
+    return None if names is None else _digest_of(names)
+
+
+def _listed(path: str) -> list[str] | None:
     try:
         with os.scandir(path) as found:
-            names = sorted(
-                f"{each.name}{'//' * each.is_symlink()}{'/' * each.is_dir()}" for each in found
-            )
+            return [f"{each.name}{'//' * each.is_symlink()}{'/' * each.is_dir()}" for each in found]
     except OSError:
         return None
-    return _digest_of(names)
 
 
 def packages_digest(path: str) -> str | None:

@@ -26,12 +26,14 @@ from prejit.runtime.recorded.hook.input_facts import (
     kind_of,
     link_of,
     listing_digest,
+    order_digest,
     packages_digest,
 )
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 
 _READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "listings": (listing_digest, "the names in the directory {}"),
+    "orders": (order_digest, "the names in the directory {}, or their order,"),
     "packages": (packages_digest, "the installed packages in {}"),
     "kinds": (kind_of, "whether {} is a file or a directory"),
     "links": (link_of, "where the link {} leads"),
@@ -74,10 +76,10 @@ class InputComparison:
     Args:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
             "variables" [name, index of the first call after it was read, value then, or the names where code
-            LISTED variables], "files" [path, index, identity, digest], "listings" and "packages" [path,
-            index, digest], "kinds" [path, index, kind], "links" [path, index, where it leads] and "absent"
-            [name of a module, index, None], each in the order of the index, "modules" the files of all
-            imported modules by name, "prefix" `sys.prefix`.
+            LISTED variables], "files" [path, index, identity, digest], "listings", "orders" (listings in
+            traces) and "packages" [path, index, digest], "kinds" [path, index, kind], "links" [path, index,
+            where it leads] and "absent" [name of a module, index, None], each in the order of the index,
+            "modules" the files of all imported modules by name, "prefix" `sys.prefix`.
         receipts: where this user keeps identities and digests of files that are equal although these differ.
     """
 
@@ -132,7 +134,7 @@ class InputComparison:
 
     def _until(self, kind: str, index: int) -> list[list[Any]]:
         """Return the recorded inputs of a kind that no call before needed, without their index."""
-        entries = self._inputs[kind]
+        entries = self._inputs.get(kind, [])
         start = end = self._compared[kind]
         while end < len(entries) and entries[end][1] <= index:
             end += 1
