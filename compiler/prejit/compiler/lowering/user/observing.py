@@ -13,6 +13,7 @@ import _posixsubprocess
 import builtins
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from importlib.util import resolve_name
 from operator import attrgetter
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, final
 from urllib.parse import unquote, urlsplit
@@ -354,8 +356,26 @@ _READERS: Mapping[str, Sequence[str]] = {
     "pyarrow.csv": ("read_csv", "open_csv"),
     "pyarrow.dataset": ("dataset",),
     "tensorstore": ("open", "KvStore.open"),
+    "cv2": ("imread",),
+    "mujoco": (
+        *("MjModel.from_xml_path", "MjModel.from_xml_string", "MjModel.from_binary_path"),
+        *("MjSpec.from_file", "MjSpec.from_string"),
+    ),
 }
 """The functions and methods by which libraries open files, by module."""
+_FILE_OF_MODEL = re.compile(rb"\bfile\w*\s*=")
+"""The attributes of MuJoCo's XML that name meshes, textures and other models: file, fileright and others."""
+
+
+def _names_files(model: Any, given: Sequence[Any], is_text: bool) -> bool:
+    """Return whether a model of MuJoCo, a path or a text, names files that are not given with it."""
+    if any(isinstance(each, Mapping) and each for each in given):
+        return False
+    text = str(model).encode() if is_text else b""
+    if os.fspath(model).endswith(".xml"):
+        with _unobserved(), suppress(OSError, ValueError):
+            text = Path(model).read_bytes()
+    return _FILE_OF_MODEL.search(text) is not None
 
 
 @final
@@ -400,8 +420,11 @@ class NativeReaders:
         def read(*args: Any, **options: Any) -> Any:
             given = (*args, *options.values())
             path = next((each for each in given if isinstance(each, str | os.PathLike)), None)
-            if path is not None or module == "tensorstore":  # else it reads an open file
-                note(label, path)
+            is_text = attribute.endswith("_string")
+            if (path is not None and not is_text) or module == "tensorstore":
+                note(label, path)  # else it reads an open file
+            if module == "mujoco" and path is not None and _names_files(path, given, is_text):
+                note(label, None)
             return call(*args, **options)
 
         setattr(owner, attribute, staticmethod(read) if isinstance(before, staticmethod) else read)
