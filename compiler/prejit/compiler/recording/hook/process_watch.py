@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
-_FILES_OF_MEMORY = "/dev/shm/"  # noqa: S108, nothing is written there
 _IMPORT = "<frozen importlib."
 """The code that lists the directories of modules. What it imports is compared."""
 _PACKAGES = os.path.join(os.path.dirname(os.__file__), "importlib", "")
@@ -249,7 +248,9 @@ class ProcessWatch:
             with suppress(ValueError):  # of one without a source
                 path = importlib.util.source_from_cache(path)
         whole = os.path.join(path, "")
-        of_machine = whole.startswith(self._left_out) and not whole.startswith(_FILES_OF_MEMORY)
+        of_machine = whole.startswith(self._left_out) and not whole.startswith(
+            self._facts.FILES_OF_MEMORY
+        )
         if path not in self._written and not of_machine:
             self._add(kind, path)
 

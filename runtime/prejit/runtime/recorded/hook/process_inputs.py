@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from prejit.runtime.recorded.hook.input_facts import (
+    FILES_OF_MEMORY,
     LISTED,
     counted_names,
+    device_of,
     file_of,
     identity_of,
     initial_environment,
@@ -92,6 +94,8 @@ class InputComparison:
         self._module_count = 0
         self._known: dict[str, list[Any]] | None = None
         self._is_new = False
+        memory = device_of(FILES_OF_MEMORY)
+        self._memory = None if memory == device_of("/") else memory
 
     def difference(self, index: int) -> str | None:
         """Return what differs of the inputs that the call with this index came after; None: nothing does."""
@@ -145,10 +149,14 @@ class InputComparison:
         found = identity_of(path)
         if found is None or identity is None:
             return found == identity
-        if found == identity or self._receipt(path) == [found, digest]:
+        # A process that has mapped shared memory writes there without a change of times.
+        in_memory = device_of(path) == self._memory
+        if not in_memory and (found == identity or self._receipt(path) == [found, digest]):
             return True
         if found[0] != identity[0] or digest is None or file_digest(path) != digest:
             return False
+        if in_memory:
+            return True
         assert self._known is not None
         self._known[path] = [found, digest]
         self._is_new = True
