@@ -278,6 +278,7 @@ def _install_audit_hook() -> None:
         "os.scandir": _note_entries,
         "ctypes.dlopen": _note_library,
         "sqlite3.connect": _note_database,
+        "mmap.__new__": _note_mapping,
         **dict.fromkeys(
             (*_FORKS, *_PROCESSES), lambda observer, _: observer.note_trouble("starts a process")
         ),
@@ -337,6 +338,12 @@ def _note_database(observer: Observer, args: tuple[Any, ...]) -> None:
     if isinstance(path, str) and path.startswith("file:"):
         path = unquote(urlsplit(path).path)
     observer.note_path("file", path)
+
+
+def _note_mapping(observer: Observer, args: tuple[Any, ...]) -> None:
+    """Note that code maps a file: that of shared memory is opened without an event."""
+    if args[0] >= 0:
+        observer.note_path("file", args[0])
 
 
 def _note_library(observer: Observer, args: tuple[Any, ...]) -> None:

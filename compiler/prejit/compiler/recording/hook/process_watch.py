@@ -213,6 +213,10 @@ class ProcessWatch:
             if path != ":memory:":
                 self._path("files", path)
                 self._path("files", f"{path}-wal")  # what was written last
+        elif event == "mmap.__new__" and self.effects is not None:  # shm_open has no event
+            path = self._facts.link_of(f"/proc/self/fd/{arguments[0]}") or ""
+            if os.path.isabs(path):
+                self._path("files", path)
         elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
             self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
         if event in _EFFECTS and self.effects is not None and not _keeps_bytecode(event, arguments):

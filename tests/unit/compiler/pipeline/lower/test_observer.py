@@ -1,7 +1,9 @@
 """What code of the user asks while it is traced: each way to ask is noticed."""
 
+import _posixshmem
 import builtins
 import importlib.machinery
+import mmap
 import os
 import py_compile
 import shutil
@@ -18,6 +20,7 @@ from tests.extent import one_in
 from prejit.compiler.lowering.user import observer as observer_module
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import NativeReaders, observing
+from prejit.compiler.lowering.user.trace_inputs import local_path
 from prejit.runtime.errors import ManifestError
 
 from .projects import SAME, TWO, Project, project, tensors, times
@@ -304,3 +307,20 @@ def test_models_of_mujoco_are_files_that_may_name_others(call, given, noted, tmp
     assert found == [(f"mujoco.MjModel.{call}", each) for each in noted]
     assert getattr(MjModel, call)(*given) == given
     assert len(found) == len(noted)
+
+
+def test_files_of_shared_memory_are_noticed_however_they_are_opened(tmp_path):
+    with (
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as read,
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as mapped,
+    ):
+        mapped.write(b"shared")
+        mapped.flush()
+        observer = Observer(str(tmp_path))
+        with observing(observer):
+            open(read.name).close()
+            opened = _posixshmem.shm_open(os.path.basename(mapped.name), os.O_RDONLY, 0o600)
+            mmap.mmap(opened, 0, access=mmap.ACCESS_READ).close()
+            os.close(opened)
+        noticed = {local_path(each.name, str(tmp_path)) for each in observer.seen().inputs}
+        assert noticed == {read.name, mapped.name}
