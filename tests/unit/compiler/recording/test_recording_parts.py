@@ -9,6 +9,7 @@ import logging.handlers
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 import zlib
 from pathlib import Path
@@ -379,3 +380,32 @@ def test_a_program_that_changes_a_reference_is_not_described():
     with pytest.raises(NotKeptError, match="it changes a reference of jax"):
         executable_json(executable)
     assert executable_json(jax.jit(lambda x: x).lower(x).compile()._executable)["outputs"]
+
+
+def test_a_listing_counts_with_its_order_inside_a_trace(tmp_path):
+    listed = tmp_path / "listed"
+    listed.mkdir()
+    for name in "bca":
+        (listed / name).touch()
+    digests = {"None": input_facts.listing_digest, "[]": input_facts.order_digest}
+    for effects, digest in digests.items():
+        code = f"watch.effects = {effects}; os.listdir({str(listed)!r})"
+        read, _ = watched(tmp_path, code, (str(listed),))["own"]
+        assert read == {str(listed): digest(listed)}, effects
+
+
+def test_shared_memory_that_a_trace_maps_is_noted(tmp_path):
+    with tempfile.NamedTemporaryFile(dir=input_facts.FILES_OF_MEMORY) as file:
+        file.write(b"shared")
+        file.flush()
+        for effects, expected in (
+            ("None", {}),
+            ("[]", {file.name: input_facts.identity_of(file.name)}),
+        ):
+            code = (
+                "import _posixshmem, mmap\n"
+                f"watch.effects = {effects}\n"
+                f"opened = _posixshmem.shm_open({Path(file.name).name!r}, os.O_RDONLY, 0o600)\n"
+                "mmap.mmap(opened, 0, access=mmap.ACCESS_READ)\n"
+            )
+            assert watched(tmp_path, code, (file.name,))["own"][0] == expected

@@ -1,5 +1,6 @@
 """The texts, trees and inputs by which calls are told apart, and brought to another process."""
 
+import contextlib
 import copy
 import enum
 import functools
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
@@ -25,11 +27,13 @@ from hypothesis import strategies as st
 
 from prejit.runtime.recorded.hook import process_inputs
 from prejit.runtime.recorded.hook.input_facts import (
+    FILES_OF_MEMORY,
     file_of,
     identity_of,
     initial_environment,
     is_of_library,
     listing_digest,
+    order_digest,
     packages_digest,
 )
 from prejit.runtime.recorded.hook.jax_calls import JaxCall
@@ -456,13 +460,14 @@ def files(tmp_path):
     return tmp_path
 
 
-def compared(files):
-    """Return the comparison with what the files are now."""
+def compared(files, *entries):
+    """Return the comparison with what the files are now, and with entries of others."""
     a, absent, listed = (str(files / name) for name in ("a.txt", "absent.txt", "listed"))
     inputs = {
         "environment": {k: v for k, v in initial_environment().items() if is_of_library(k)},
-        "files": [[a, 1, identity_of(a), file_digest(a)], [absent, 2, None, None]],
+        "files": [[a, 1, identity_of(a), file_digest(a)], *entries, [absent, 2, None, None]],
         "listings": [[listed, 1, listing_digest(listed)]],
+        "orders": [[str(files), 3, order_digest(str(files))]],
         "packages": [[str(files), 1, packages_digest(files)]],
         "links": [[str(files / "link"), 1, "listed"]],
         "absent": [["no_such_module", 1, None], ["no_such_parent.module", 1, None]],
@@ -544,3 +549,37 @@ def test_a_trace_inside_another_is_counted_once(monkeypatch):
     for seconds in (1.0, 0.5, 4.5, 2.0):
         clock.traced(seconds)
     assert clock.read()["tracing"] == 6.5
+
+
+def test_the_order_in_which_a_trace_listed_names_is_compared(files, monkeypatch):
+    same, turned, scandir = compared(files), compared(files), os.scandir
+    assert same.difference(3) is None
+
+    @contextlib.contextmanager
+    def backwards(path):
+        with scandir(path) as found:
+            yield reversed([*found])
+
+    monkeypatch.setattr(os, "scandir", backwards)
+    assert turned.difference(1) is None
+    assert turned.difference(3) == f"the names in the directory {files}, or their order,"
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_memory_that_another_process_has_mapped_is_read_at_each_start(files, linked):
+    """It is written without a change of its size, times and inode."""
+    with tempfile.NamedTemporaryFile(dir=FILES_OF_MEMORY) as file:
+        np.save(file, np.zeros(4, np.float32))
+        file.flush()
+        shared = np.load(file.name, mmap_mode="r+")
+        shared[0] = 1
+        path = file.name
+        if linked:
+            path = str(files / "shared")
+            os.symlink(file.name, path)
+        entry = [path, 1, identity_of(path), file_digest(path)]
+        same, changed = (compared(files, entry) for _ in range(2))
+        assert same.difference(1) is None
+        shared[0] = 7
+        assert identity_of(path) == entry[2]
+        assert changed.difference(1) == f"the file {path}"

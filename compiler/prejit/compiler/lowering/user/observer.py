@@ -39,6 +39,7 @@ _STATUSES = ("stat", "lstat", "access", "getmtime", "getctime", "getatime")
 """The functions of the standard library whose callers see all that the status of a path holds."""
 _JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
 _ALIVE = ("/proc/", "/sys/", "/dev/")
+_FILES_OF_MEMORY = "/dev/shm/"  # noqa: S108, nothing is written there
 _ANYONE = "a thread"
 """In place of a module of the user: a thread without one on its stack, such as in a pool."""
 _HOOKS = tuple(str(Path(__file__).with_name(name)) for name in ("observer.py", "observing.py"))
@@ -147,7 +148,9 @@ class Observer:
         if not os.path.isabs(os.fsdecode(path)):
             self._reads.add(Input("working directory", OF_BUILD))
         file = os.path.abspath(os.fsdecode(path))
-        if file in self._modules or is_installed(file) or file.startswith((*_ALIVE, *_caches())):
+        if file in self._modules or is_installed(file) or file.startswith(_caches()):
+            return
+        if file.startswith(_ALIVE) and not file.startswith(_FILES_OF_MEMORY):
             return
         if file.endswith(".pyc") and os.path.basename(os.path.dirname(file)) == "__pycache__":
             return

@@ -13,6 +13,7 @@ import _posixsubprocess
 import builtins
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from importlib.util import resolve_name
 from operator import attrgetter
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, final
 from urllib.parse import unquote, urlsplit
@@ -276,6 +278,7 @@ def _install_audit_hook() -> None:
         "os.scandir": _note_entries,
         "ctypes.dlopen": _note_library,
         "sqlite3.connect": _note_database,
+        "mmap.__new__": _note_mapping,
         **dict.fromkeys(
             (*_FORKS, *_PROCESSES), lambda observer, _: observer.note_trouble("starts a process")
         ),
@@ -337,6 +340,12 @@ def _note_database(observer: Observer, args: tuple[Any, ...]) -> None:
     observer.note_path("file", path)
 
 
+def _note_mapping(observer: Observer, args: tuple[Any, ...]) -> None:
+    """Note that code maps a file: that of shared memory is opened without an event."""
+    if args[0] >= 0:
+        observer.note_path("file", args[0])
+
+
 def _note_library(observer: Observer, args: tuple[Any, ...]) -> None:
     if isinstance(args[0], str) and os.sep in args[0]:
         observer.note_path("file", args[0])
@@ -354,8 +363,26 @@ _READERS: Mapping[str, Sequence[str]] = {
     "pyarrow.csv": ("read_csv", "open_csv"),
     "pyarrow.dataset": ("dataset",),
     "tensorstore": ("open", "KvStore.open"),
+    "cv2": ("imread",),
+    "mujoco": (
+        *("MjModel.from_xml_path", "MjModel.from_xml_string", "MjModel.from_binary_path"),
+        *("MjSpec.from_file", "MjSpec.from_string"),
+    ),
 }
 """The functions and methods by which libraries open files, by module."""
+_FILE_OF_MODEL = re.compile(rb"\bfile\w*\s*=")
+"""The attributes of MuJoCo's XML that name meshes, textures and other models: file, fileright and others."""
+
+
+def _names_files(model: Any, given: Sequence[Any], is_text: bool) -> bool:
+    """Return whether a model of MuJoCo, a path or a text, names files that are not given with it."""
+    if any(isinstance(each, Mapping) and each for each in given):
+        return False
+    text = str(model).encode() if is_text else b""
+    if os.fspath(model).endswith(".xml"):
+        with _unobserved(), suppress(OSError, ValueError):
+            text = Path(model).read_bytes()
+    return _FILE_OF_MODEL.search(text) is not None
 
 
 @final
@@ -400,8 +427,11 @@ class NativeReaders:
         def read(*args: Any, **options: Any) -> Any:
             given = (*args, *options.values())
             path = next((each for each in given if isinstance(each, str | os.PathLike)), None)
-            if path is not None or module == "tensorstore":  # else it reads an open file
-                note(label, path)
+            is_text = attribute.endswith("_string")
+            if (path is not None and not is_text) or module == "tensorstore":
+                note(label, path)  # else it reads an open file
+            if module == "mujoco" and path is not None and _names_files(path, given, is_text):
+                note(label, None)
             return call(*args, **options)
 
         setattr(owner, attribute, staticmethod(read) if isinstance(before, staticmethod) else read)

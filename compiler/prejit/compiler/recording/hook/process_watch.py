@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
-_FILES_OF_MEMORY = "/dev/shm/"  # noqa: S108, nothing is written there
 _IMPORT = "<frozen importlib."
 """The code that lists the directories of modules. What it imports is compared."""
 _PACKAGES = os.path.join(os.path.dirname(os.__file__), "importlib", "")
@@ -52,6 +51,7 @@ class ProcessWatch:
         self._change = {
             "files": facts.identity_of,
             "listings": facts.listing_digest,
+            "orders": facts.order_digest,
             "packages": facts.packages_digest,
             "kinds": facts.kind_of,
             "links": facts.link_of,
@@ -194,8 +194,10 @@ class ProcessWatch:
             path = arguments[0]
             code = sys._getframe(2).f_code.co_filename
             if isinstance(path, (str, bytes, type(None))) and not code.startswith(_IMPORT):
-                of_packages = code.startswith(_PACKAGES)
-                self._path("packages" if of_packages else "listings", os.fsdecode(path or "."))
+                # What a trace makes may have the order; of a list made before, its signature has it.
+                names = "listings" if self.effects is None else "orders"
+                kind = "packages" if code.startswith(_PACKAGES) else names
+                self._path(kind, os.fsdecode(path or "."))
         elif event in ("import", "ctypes.dlopen"):
             path = arguments[1 if event == "import" else 0]
             if isinstance(path, str) and os.path.sep in path:
@@ -211,6 +213,10 @@ class ProcessWatch:
             if path != ":memory:":
                 self._path("files", path)
                 self._path("files", f"{path}-wal")  # what was written last
+        elif event == "mmap.__new__" and self.effects is not None:  # shm_open has no event
+            path = self._facts.link_of(f"/proc/self/fd/{arguments[0]}") or ""
+            if os.path.isabs(path):
+                self._path("files", path)
         elif event == "os.mkdir" and arguments[2] == -1 and not os.path.lexists(arguments[0]):
             self._written.add(os.path.abspath(os.fsdecode(arguments[0])))
         if event in _EFFECTS and self.effects is not None and not _keeps_bytecode(event, arguments):
@@ -246,7 +252,9 @@ class ProcessWatch:
             with suppress(ValueError):  # of one without a source
                 path = importlib.util.source_from_cache(path)
         whole = os.path.join(path, "")
-        of_machine = whole.startswith(self._left_out) and not whole.startswith(_FILES_OF_MEMORY)
+        of_machine = whole.startswith(self._left_out) and not whole.startswith(
+            self._facts.FILES_OF_MEMORY
+        )
         if path not in self._written and not of_machine:
             self._add(kind, path)
 

@@ -26,17 +26,31 @@ LISTED = "="
 """The end of a name that stands for all that begin with what is before it: code has listed them. No variable
 has it in its name."""
 
+FILES_OF_MEMORY = "/dev/shm/"  # noqa: S108, nothing is written there
+"""Where processes share memory by files that they map."""
+
 _stat, _readlink = os.stat, os.readlink
 """As they were when this was loaded: a recording replaces them, to see the program's calls."""
 
 
 def identity_of(path: str) -> list[int] | None:
-    """Return size, times and inode of a file: while they stay, so does its content; None: no file."""
+    """Return size, times and inode of a file: while they stay, so does its content, except in memory.
+
+    None: there is no file.
+    """
     try:
         found = _stat(path)
     except (OSError, ValueError):
         return None
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def device_of(path: str) -> int:
+    """Return the number of the file system of a path; 0: there is no such path."""
+    try:
+        return _stat(path).st_dev
+    except (OSError, ValueError):
+        return 0
 
 
 def kind_of(path: str) -> int:
@@ -57,14 +71,22 @@ def link_of(path: str) -> str | None:
 
 def listing_digest(path: str) -> str | None:
     """Return a digest of a directory: its names, directories and links; None: it cannot be listed."""
+    names = _listed(path)
+    return None if names is None else _digest_of(sorted(names))
+
+
+def order_digest(path: str) -> str | None:
+    """Return a digest as `listing_digest`, of the order in which the system lists the names, too."""
+    names = _listed(path)
+    return None if names is None else _digest_of(names)
+
+
+def _listed(path: str) -> list[str] | None:
     try:
         with os.scandir(path) as found:
-            names = sorted(
-                f"{each.name}{'//' * each.is_symlink()}{'/' * each.is_dir()}" for each in found
-            )
+            return [f"{each.name}{'//' * each.is_symlink()}{'/' * each.is_dir()}" for each in found]
     except OSError:
         return None
-    return _digest_of(names)
 
 
 def packages_digest(path: str) -> str | None:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from prejit.runtime.recorded.hook.input_facts import (
+    FILES_OF_MEMORY,
     LISTED,
     counted_names,
+    device_of,
     file_of,
     identity_of,
     initial_environment,
@@ -26,12 +28,14 @@ from prejit.runtime.recorded.hook.input_facts import (
     kind_of,
     link_of,
     listing_digest,
+    order_digest,
     packages_digest,
 )
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 
 _READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "listings": (listing_digest, "the names in the directory {}"),
+    "orders": (order_digest, "the names in the directory {}, or their order,"),
     "packages": (packages_digest, "the installed packages in {}"),
     "kinds": (kind_of, "whether {} is a file or a directory"),
     "links": (link_of, "where the link {} leads"),
@@ -74,10 +78,10 @@ class InputComparison:
     Args:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
             "variables" [name, index of the first call after it was read, value then, or the names where code
-            LISTED variables], "files" [path, index, identity, digest], "listings" and "packages" [path,
-            index, digest], "kinds" [path, index, kind], "links" [path, index, where it leads] and "absent"
-            [name of a module, index, None], each in the order of the index, "modules" the files of all
-            imported modules by name, "prefix" `sys.prefix`.
+            LISTED variables], "files" [path, index, identity, digest], "listings", "orders" (listings in
+            traces) and "packages" [path, index, digest], "kinds" [path, index, kind], "links" [path, index,
+            where it leads] and "absent" [name of a module, index, None], each in the order of the index,
+            "modules" the files of all imported modules by name, "prefix" `sys.prefix`.
         receipts: where this user keeps identities and digests of files that are equal although these differ.
     """
 
@@ -90,6 +94,8 @@ class InputComparison:
         self._module_count = 0
         self._known: dict[str, list[Any]] | None = None
         self._is_new = False
+        memory = device_of(FILES_OF_MEMORY)
+        self._memory = None if memory == device_of("/") else memory
 
     def difference(self, index: int) -> str | None:
         """Return what differs of the inputs that the call with this index came after; None: nothing does."""
@@ -132,7 +138,7 @@ class InputComparison:
 
     def _until(self, kind: str, index: int) -> list[list[Any]]:
         """Return the recorded inputs of a kind that no call before needed, without their index."""
-        entries = self._inputs[kind]
+        entries = self._inputs.get(kind, [])
         start = end = self._compared[kind]
         while end < len(entries) and entries[end][1] <= index:
             end += 1
@@ -143,10 +149,14 @@ class InputComparison:
         found = identity_of(path)
         if found is None or identity is None:
             return found == identity
-        if found == identity or self._receipt(path) == [found, digest]:
+        # A process that has mapped shared memory writes there without a change of times.
+        in_memory = device_of(path) == self._memory
+        if not in_memory and (found == identity or self._receipt(path) == [found, digest]):
             return True
         if found[0] != identity[0] or digest is None or file_digest(path) != digest:
             return False
+        if in_memory:
+            return True
         assert self._known is not None
         self._known[path] = [found, digest]
         self._is_new = True

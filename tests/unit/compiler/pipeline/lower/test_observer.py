@@ -1,7 +1,9 @@
 """What code of the user asks while it is traced: each way to ask is noticed."""
 
+import _posixshmem
 import builtins
 import importlib.machinery
+import mmap
 import os
 import py_compile
 import shutil
@@ -10,13 +12,15 @@ import sys
 import tempfile
 import threading
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 from tests.extent import one_in
 
 from prejit.compiler.lowering.user import observer as observer_module
 from prejit.compiler.lowering.user.observer import Observer
-from prejit.compiler.lowering.user.observing import observing
+from prejit.compiler.lowering.user.observing import NativeReaders, observing
+from prejit.compiler.lowering.user.trace_inputs import local_path
 from prejit.runtime.errors import ManifestError
 
 from .projects import SAME, TWO, Project, project, tensors, times
@@ -267,3 +271,56 @@ def test_what_an_observer_itself_imports_is_not_noted(tmp_path, monkeypatch):
         assert importlib.import_module("helper").FACTOR == 2
         exec("import helper", {"__name__": "user"})
     del sys.modules["helper"]
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "noted"),
+    [
+        ("from_xml_path", ("plain.xml",), ["plain.xml"]),
+        ("from_xml_path", ("parts.xml",), ["parts.xml", None]),
+        ("from_xml_path", ("parts.xml", {"arm.stl": b""}), ["parts.xml"]),
+        ("from_xml_path", ("absent.xml",), ["absent.xml"]),
+        ("from_xml_string", ("<mujoco/>",), []),
+        ("from_xml_string", ('<include file="arm.xml"/>',), [None]),
+        ("from_xml_string", ('<include file="arm.xml"/>', {"arm.xml": b""}), []),
+    ],
+)
+def test_models_of_mujoco_are_files_that_may_name_others(call, given, noted, tmp_path, monkeypatch):
+    """Its own code, in C++, opens them without an event of Python."""
+
+    class MjModel:
+        @staticmethod
+        def from_xml_path(*given):
+            return given
+
+        from_xml_string = from_xml_path
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.xml").write_text("<mujoco/>")
+    (tmp_path / "parts.xml").write_text('<mujoco><mesh file = "arm.stl"/></mujoco>')
+    monkeypatch.setitem(sys.modules, "mujoco", SimpleNamespace(MjModel=MjModel))
+    found = []
+    readers = NativeReaders(lambda label, path: found.append((label, path)))
+    readers.wrap()
+    assert getattr(MjModel, call)(*given) == given
+    readers.unwrap()
+    assert found == [(f"mujoco.MjModel.{call}", each) for each in noted]
+    assert getattr(MjModel, call)(*given) == given
+    assert len(found) == len(noted)
+
+
+def test_files_of_shared_memory_are_noticed_however_they_are_opened(tmp_path):
+    with (
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as read,
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as mapped,
+    ):
+        mapped.write(b"shared")
+        mapped.flush()
+        observer = Observer(str(tmp_path))
+        with observing(observer):
+            open(read.name).close()
+            opened = _posixshmem.shm_open(os.path.basename(mapped.name), os.O_RDONLY, 0o600)
+            mmap.mmap(opened, 0, access=mmap.ACCESS_READ).close()
+            os.close(opened)
+        noticed = {local_path(each.name, str(tmp_path)) for each in observer.seen().inputs}
+        assert noticed == {read.name, mapped.name}
