@@ -96,9 +96,8 @@ class TinyWriter(Layer):
 
     def with_source(self, x, cache):
         places = jnp.arange(cache["source"].shape[1])
-        seen = jnp.broadcast_to(
-            places < cache["length"][:, None, None], (*x.shape[:2], len(places))
-        )
+        seen = places < cache["length"][:, None, None]
+        seen = jnp.broadcast_to(seen, (*x.shape[:2], len(places)))
         return x + attention(x, cache["source"], cache["source"], seen)
 
 
@@ -162,12 +161,7 @@ for _check, _of, _changes, _says in (
         {"visible": lambda self, positions, cache: jnp.ones((*positions.shape, 1), bool)},
         "expected a text at start 0 to ignore what another text left in the cache",
     ),
-    (
-        "rewind",
-        TinyWriter,
-        {"summed": Layer.summed},
-        "as if rejected drafts had never been in the cache",
-    ),
+    ("rewind", TinyWriter, {"summed": Layer.summed}, "as if rejected drafts had never been in"),
     ("encode", TinyWriter, {"with_source": Layer.with_source}, "other logits for other sources"),
 ):
     breaks(_check, _says)(type("Broken", (_of,), _changes))

@@ -119,13 +119,10 @@ def test_a_t5_without_a_head_has_its_embedding_unscaled(out_in, tmp_path):
     held = load_file(file)
     del held[name]
     save_file(held, file)
-    parameters = parameters_of(
-        model_registry.make_decoder(config_file.load_config(tmp_path), out_in=out_in)
-    )
+    module = model_registry.make_decoder(config_file.load_config(tmp_path), out_in=out_in)
     head = open_checkpoint(tmp_path, out_in=out_in).read(name)
-    np.testing.assert_array_equal(
-        head.T if parameters[name].in_out else head, held["shared.weight"]
-    )
+    head = head.T if parameters_of(module)[name].in_out else head
+    np.testing.assert_array_equal(head, held["shared.weight"])
 
 
 def test_shards_are_read_through_their_index(tmp_path):

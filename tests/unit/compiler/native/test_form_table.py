@@ -89,15 +89,13 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     recorded = KnownForms(recorded=table(measured(conditions=replace(HERE, cpu="Intel Xeon"))))
     assert recorded.missing([LARGE], HERE) == ()
     assert recorded.missing([LARGE], HERE, fresh=True) == (LARGE,)
-    own_cpu = measured(loop=1, kernel=9)
-    newer = measured(
-        conditions=replace(HERE, cpu="Intel Xeon"), date="2026-11-21", kernel=1, loop=9
-    )
+    own_cpu, xeon = measured(loop=1, kernel=9), replace(HERE, cpu="Intel Xeon")
+    newer = measured(conditions=xeon, date="2026-11-21", kernel=1, loop=9)
     both = KnownForms(recorded=table(own_cpu, newer))
     for product in (LARGE, replace(LARGE, rows=2)):  # itself, and the nearest
         assert both.choice(product, HERE).measured == own_cpu
-        assert both.choice(product, replace(HERE, cpu="Intel Xeon")).measured == newer
-        assert both.choice(product, replace(HERE, cpu="Intel Atom")).measured == newer
+        for other in (xeon, replace(HERE, cpu="Intel Atom")):
+            assert both.choice(product, other).measured == newer
     edge = Product("int8", 1, tables.LEAST_BYTES // 64, 64, False)
     smaller = Product("int8", 1, tables.LEAST_BYTES // 64 - 1, 64, False)
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)

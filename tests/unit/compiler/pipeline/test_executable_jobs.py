@@ -52,9 +52,8 @@ class Project:
         (directory / "helper.py").write_text(f"FACTOR = {self.helper}\n")
         for n, factor in enumerate(self.factors):
             first, used = ("import helper\n\n\n", "helper.FACTOR * ") if n == 0 else ("", "")
-            (directory / f"m{n}.py").write_text(
-                f"{first}def f(x):\n    return {used}x * {factor}\n"
-            )
+            code = f"{first}def f(x):\n    return {used}x * {factor}\n"
+            (directory / f"m{n}.py").write_text(code)
         for kind, place in self.damages:
             files = sorted((directory / "cache" / "v1").glob(kind))
             if files:

@@ -8,10 +8,7 @@ from safetensors.numpy import save_file
 
 import prejit.compiler
 from prejit.compiler import Program
-from prejit.compiler.pipeline.pack.bundle_descriptions import (
-    attach_descriptions,
-    recording_provenance,
-)
+from prejit.compiler.pipeline.pack import bundle_descriptions as descriptions
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding.rebuilt import rebuild
 from prejit.runtime import load
@@ -145,6 +142,7 @@ def test_what_cannot_be_rebuilt_says_so(tmp_path, recipe):
     with pytest.raises(UsageError, match="found one that a Python program built"):
         rebuild(made_in_python.path, None, progress=Quiet())
     digest = load(without).digest
-    attach_descriptions(without, digest, lambda i, c: recording_provenance(digest, i, c))
+    recorded = descriptions.recording_provenance
+    descriptions.attach_descriptions(without, digest, lambda i, c: recorded(digest, i, c))
     with pytest.raises(UsageError, match="found one that `prejit record` made"):
         rebuild(without, None, progress=Quiet())
