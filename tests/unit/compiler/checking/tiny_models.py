@@ -185,7 +185,6 @@ breaks_cache(f"cache['keys']: {ROWS_FIRST} (16, 3, 8)")(
     lambda right, b, s: {**right(b, s), "keys": jnp.zeros((s, b, D))}
 )
 breaks_cache(f"cache['keys']: {AXIS} (3, 17, 8)")(lambda right, b, s: right(b, s + 1))
-
 breaks_cache("(3, 16, 8) for S = 16 and (3, 32, 8) for")(lambda right, b, s: right(b, min(s, 32)))
 breaks_cache("(3, 16, 16) for S")(lambda right, b, s: {**right(b, s), "mask": jnp.zeros((b, s, s))})
 breaks_cache("expected one tree of arrays for any number of positions")(

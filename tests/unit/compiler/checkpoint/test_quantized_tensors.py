@@ -27,7 +27,6 @@ PACKED = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
 }
-
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 
 

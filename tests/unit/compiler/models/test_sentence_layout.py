@@ -101,8 +101,6 @@ def test_all_modules_are_read_and_a_plain_directory_is_mean_pooling(directory):
 
 POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
 SETTINGS = "config_sentence_transformers.json"
-
-
 SCORES = {
     **BERT,
     **{"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
@@ -127,8 +125,6 @@ MODERN = {
     **{**BERT, "model_type": "modernbert", "architectures": ["ModernBertModel"]},
     "hidden_activation": "gelu",
 }
-
-
 CONFIG, SIZES, TOKENIZER = "config.json", "sentence_bert_config.json", "tokenizer_config.json"
 SOFTMAX = {"sentence_transformers": {"activation_fn": f"{TORCH}.Softmax"}}
 NOT_BUILT = (

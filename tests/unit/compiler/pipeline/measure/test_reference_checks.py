@@ -16,8 +16,6 @@ from prejit.runtime.cli.commands import run
 
 ARGS = {"x": "float32[{batch}, 8]"}
 BUCKETS = {"batch": [1, 4]}
-
-
 W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
 
