@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
+from tests.manifests import functions_manifest
 
 from prejit.compiler import Manifest, Model, Program, build, plan, program
 from prejit.runtime import FallbackWarning, jit, load
@@ -89,13 +90,11 @@ def test_python_and_toml_give_the_same_bundle(tmp_path, options):
         "import jax.numpy as jnp\n\ndef score(params, x):\n"
         '    return jnp.tanh(x @ params["layer"]["weight"]) + params["bias"]\n'
     )
-    (tmp_path / "m.toml").write_text(
-        '[bundle]\nname = "score"\n[[program]]\nname = "score"\nfunction = "model:score"\n'
-        'args = { x = "float32[{batch}, 4]" }\nbuckets = { batch = [1, 2] }\n'
-        'params = "params.safetensors"\n[[target]]\nname = "cpu-host"\n'
-    )
+    keys = 'function = "model:score"; args = { x = "float32[{batch}, 4]" }; '
+    keys += 'buckets = { batch = [1, 2] }; params = "params.safetensors"'
+    manifest = functions_manifest(tmp_path / "score.toml", {"score": keys})
     ours = build(Manifest("score", programs=[scoring()], targets=["cpu-host"]), **options)
-    theirs = build(tmp_path / "m.toml", **{**options, "output": tmp_path / "toml"})
+    theirs = build(manifest, **{**options, "output": tmp_path / "toml"})
     assert (ours.digest, theirs.compiled) == (theirs.digest, 0)
 
 
