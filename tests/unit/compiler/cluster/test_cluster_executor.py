@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 
 import pytest
+from tests.unit.compiler.toolchains import V3, new, old
 from tests.waiting import wait_for
 
 from prejit.compiler.cluster import cluster_executor
@@ -18,14 +19,10 @@ from prejit.compiler.compile.schedule import Loss
 from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Memory, Segment
-
-EXACT = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
 
 
 def compiled_by(store, order):
@@ -87,7 +84,7 @@ class Site:
     def job(self, program):
         digest = self.store.put_blob(program.encode())
         key = Key("compile", program, (("program", program),))
-        return CompileJob(program, EXACT, Source(digest, ()), key)
+        return CompileJob(program, new(V3), Source(digest, ()), key)
 
 
 @pytest.fixture
@@ -167,8 +164,7 @@ def test_other_machines_exchange_all_through_a_shared_store(site, tmp_path):
 
 
 def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site):
-    old = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.10.2", "jaxlib": "0.10.2"})
-    job = replace(site.job("p"), toolchain=old)
+    job = replace(site.job("p"), toolchain=old(V3))
     cluster = FakeCluster(lambda order: Ended(order.attempt, body={"other": "node7"}))
     executor, here = site.executor(cluster), Future()
     here.set_result("compiled here")
