@@ -164,6 +164,11 @@ def test_an_error_names_the_file_and_the_key(tmp_path):
     unknown = {"int9 1 x 2 x 3 (out,in)": {}}
     for changed, message in (
         (data | {"version": 2}, "version: expected 1, found 2"),
+        ({"version": 1}, "expected the key 'measured', found none"),
+        (data | {"mesured": []}, "unknown key 'mesured'"),
+        (data | {"measured": 3}, "measured: expected a list, found 3"),
+        (section(nanoseconds=[]), "expected an object with products"),
+        (section(nanoseconds={str(LARGE): 3}), "expected an object with a time for each form"),
         (section(cpus="2"), r'measured\[0\].cpus: expected a number, found "2"'),
         (section(nanoseconds=unknown), "expected a product such as"),
         (section(nanoseconds={str(LARGE): {"dot": 1}}), "expected loop or widened dot or kernel"),
