@@ -9,7 +9,7 @@ CHOSEN = {
     "integration/test_minimal_loader.py": "builds a decoder and a bundle of functions, loads them, generates",
     "parity": "a model of each kind, traced, compiled and called",
     "unit/compiler/compile/worker": "what jaxlib's compiler is given, and its machine code",
-    "unit/compiler/lowering/test_lowering_programs.py": "what jax's tracing and export give",
+    "unit/compiler/lowering/test_function_lowering.py": "what jax's tracing and export give",
     "unit/compiler/lowering/test_own_models.py": "decoders of flax and equinox, of older versions",
     "unit/compiler/lowering/test_user_code.py": "jax's errors, and what its tracing reads",
     "unit/compiler/pipeline/test_build_run.py": "a whole build, and its loading",

@@ -5,24 +5,12 @@ import sys
 
 import pytest
 from tests.layouts import index_of
+from tests.manifests import functions_manifest
 
 from prejit.compiler.cli.build_commands import PLAN_HAS_CHANGES
 from prejit.compiler.pipeline import plan, target_tools
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import ManifestError, PrejitError, UsageError
-
-MANIFEST = """
-[bundle]
-name = "tiny"
-[[program]]
-name = "p"
-function = "math:floor"
-args = ["float32[]"]
-[[target]]
-name = "cpu-host"
-[[target]]
-name = "cpu-x86-64-v4"
-"""
 
 
 @pytest.fixture
@@ -32,9 +20,9 @@ def manifest(tmp_path, monkeypatch):
 
     for module in (plan, target_tools):
         monkeypatch.setattr(module, "can_build", can_build)
-    path = tmp_path / "tiny.toml"
-    path.write_text(MANIFEST.replace("math:floor", "jax.numpy:floor"))
-    return path
+    keys = 'function = "jax.numpy:floor"; args = ["float32[]"]'
+    targets = ("cpu-host", "cpu-x86-64-v4")
+    return functions_manifest(tmp_path / "tiny.toml", {"p": keys}, targets)
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ times = st.floats(1e-6, 1e3)
 
 
 def row(name, samples, **changes):
-    return reports.summarize(
-        reports.Head(**{"group": "decode", "name": name, "work": "w", **changes}), samples
-    )
+    head = reports.Head(**{"group": "decode", "name": name, "work": "w", **changes})
+    return reports.summarize(head, samples)
 
 
 def report(*rows, **changes):

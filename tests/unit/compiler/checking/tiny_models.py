@@ -96,9 +96,8 @@ class TinyWriter(Layer):
 
     def with_source(self, x, cache):
         places = jnp.arange(cache["source"].shape[1])
-        seen = jnp.broadcast_to(
-            places < cache["length"][:, None, None], (*x.shape[:2], len(places))
-        )
+        seen = places < cache["length"][:, None, None]
+        seen = jnp.broadcast_to(seen, (*x.shape[:2], len(places)))
         return x + attention(x, cache["source"], cache["source"], seen)
 
 
@@ -162,12 +161,7 @@ for _check, _of, _changes, _says in (
         {"visible": lambda self, positions, cache: jnp.ones((*positions.shape, 1), bool)},
         "expected a text at start 0 to ignore what another text left in the cache",
     ),
-    (
-        "rewind",
-        TinyWriter,
-        {"summed": Layer.summed},
-        "as if rejected drafts had never been in the cache",
-    ),
+    ("rewind", TinyWriter, {"summed": Layer.summed}, "as if rejected drafts had never been in"),
     ("encode", TinyWriter, {"with_source": Layer.with_source}, "other logits for other sources"),
 ):
     breaks(_check, _says)(type("Broken", (_of,), _changes))
@@ -191,7 +185,6 @@ breaks_cache(f"cache['keys']: {ROWS_FIRST} (16, 3, 8)")(
     lambda right, b, s: {**right(b, s), "keys": jnp.zeros((s, b, D))}
 )
 breaks_cache(f"cache['keys']: {AXIS} (3, 17, 8)")(lambda right, b, s: right(b, s + 1))
-
 breaks_cache("(3, 16, 8) for S = 16 and (3, 32, 8) for")(lambda right, b, s: right(b, min(s, 32)))
 breaks_cache("(3, 16, 16) for S")(lambda right, b, s: {**right(b, s), "mask": jnp.zeros((b, s, s))})
 breaks_cache("expected one tree of arrays for any number of positions")(

@@ -66,10 +66,7 @@ REFUSED = {
     "no magnitude": (lambda c, s: c.update(use_dora=True), r"use_dora = True"),
     "a magnitude": (beside("lora_magnitude_vector"), r"magnitude_vector \(use_dora = False\)"),
     "empty": (lambda c, s: s.clear(), "found no tensor"),
-    "unnamed bias": (
-        beside("base_layer.bias"),
-        "q_proj.base_layer.bias, which adapter_config.json",
-    ),
+    "unnamed bias": (beside("base_layer.bias"), "q_proj.base_layer.bias, which adapter_config"),
     "a bias twice": (beside("bias", "base_layer.bias", bias="all"), f"{LAYER}.bias, which another"),
     "unknown tensor": (
         lambda c, s: (c.update(modules_to_save=["score"]), s.update({"score.weight": (2, 24)})),

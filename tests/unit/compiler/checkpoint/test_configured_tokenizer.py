@@ -21,8 +21,6 @@ DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "token
 NAMES = ("<A>", "<b>", "ab")  # the last is no word of the vocabulary but an added token
 TEXTS = ("a string x <A> y", " <b>  <b>c", "def<A>(", "aab ab x", "<A>\n\nhi")
 KEYS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-
-
 LONE = b"""{"added_tokens": [{"id": 0, "content": "<A>", "special": false}],
 "model": {"vocab": {"\\ud800": 1}}}"""
 

@@ -5,17 +5,9 @@ import os
 
 import numpy as np
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
+from tokenizers.processors import TemplateProcessing
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.gguf_config import config_of
@@ -53,7 +45,7 @@ def byte_level(split, *, ignore_merges=False, normalizer=None, first=None):
     made.add_special_tokens(SPECIAL)
     made.add_tokens([AddedToken(each, normalized=False) for each in ("<think>", "</think>")])
     if first is not None:
-        made.post_processor = processors.TemplateProcessing(
+        made.post_processor = TemplateProcessing(
             single=f"{first} $A", special_tokens=[(first, made.token_to_id(first))]
         )
     return made
@@ -75,7 +67,7 @@ def sentence_piece(*, phi=False, gemma=False):
     content["added_tokens"][2]["rstrip"] = phi
     made = Tokenizer.from_str(json.dumps(content))
     made.add_special_tokens([AddedToken("<|end|>", normalized=False, rstrip=phi)])
-    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    made.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     return made
 
 

@@ -79,10 +79,8 @@ def test_four_bits_and_gate_and_up_in_turns_are_read_as_what_they_stand_for(tmp_
     up, wide_up = packed(1, 2 * INNER, WIDTH)
     down, wide_down = packed(2, WIDTH, INNER)
     others, exact = common(tmp_path), in_bits(gate_up=up, down=down)
-    plain = {
-        f"{BLOCK}.gate_up_proj": wide_up.swapaxes(1, 2),
-        f"{BLOCK}.down_proj": wide_down.swapaxes(1, 2),
-    }
+    both = {"gate_up": wide_up, "down": wide_down}
+    plain = {f"{BLOCK}.{name}_proj": wide.swapaxes(1, 2) for name, wide in both.items()}
     bias = in_turns(others[f"{BLOCK}.gate_up_proj_bias"])
     for config, tensors in ((PACKED, exact), (CONFIG, plain)):
         found = write(tmp_path, config, others | tensors)

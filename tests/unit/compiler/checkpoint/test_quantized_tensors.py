@@ -27,7 +27,6 @@ PACKED = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
 }
-
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 
 
@@ -255,11 +254,9 @@ def test_a_matrix_without_outputs_is_read(tmp_path):
 
 def test_words_of_awq_without_an_axis_end_in_a_traceback(tmp_path):
     tensors = {"qweight": np.int32(1), "qzeros": np.ones((1, 1)), "scales": np.ones((1, 8))}
-    typed = {
-        name: each.astype(np.float16 if name == "scales" else np.int32)
-        for name, each in tensors.items()
-    }
-    assert matrix_of(tmp_path, AWQ, typed) == [
+    tensors = {name: each.astype(np.int32) for name, each in tensors.items()}
+    tensors["scales"] = tensors["scales"].astype(np.float16)
+    assert matrix_of(tmp_path, AWQ, tensors) == [
         "the tensors of m are [], [1, 1], [1, 8], expected [inputs, outputs / 8], [groups, outputs / 8], "
         "[groups, outputs]"
     ]

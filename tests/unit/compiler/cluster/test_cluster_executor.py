@@ -2,30 +2,27 @@
 
 import io
 import json
-import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 
 import pytest
+from tests.unit.compiler.toolchains import V3, new, old
 from tests.waiting import wait_for
 
-from prejit.compiler.cluster import cluster_executor
+from prejit.compiler.cluster import cluster_executor, connection
 from prejit.compiler.cluster.cluster_executor import ClusterExecutor
-from prejit.compiler.cluster.connection import Ended, Size, check_address
+from prejit.compiler.cluster.connection import check_address
 from prejit.compiler.cluster.node import bring, inputs_of, open_exchange, send
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, find_compiled
-from prejit.compiler.compile.schedule import Loss
 from prejit.compiler.progress import Plain, Progress, Quiet
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
-EXACT = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
+from .fake_ray import ERRORS, Cluster
 
 
 def compiled_by(store, order):
@@ -34,43 +31,7 @@ def compiled_by(store, order):
     digest = store.put_blob(content)
     segment = Segment(0, len(content), digest, len(content), digest)
     compiled = Compiled(segment, ("avx2",), Memory(1, 2, 3, 4), 5, 5, 1 << 20)
-    return Ended(order.attempt, body={"result": json.loads(to_json(compiled)), "node": "node7"})
-
-
-class FakeCluster:
-    """Stands for `RayConnection`: one core, and an answer to each order at the next `wait`; None: never."""
-
-    def __init__(self, behave, address="127.0.0.1"):
-        self.behave = behave
-        self.address = address
-        self.orders = []
-        self.answers = []
-        self.is_closed = self.broken = False
-
-    def size(self):
-        return Size(4, 4, 1 << 40, frozenset({self.address}))
-
-    def start(self, order, need):
-        self.orders.append(order)
-        if (answer := self.behave(order)) is not None:
-            self.answers.append(answer)
-
-    def cancel(self, attempt):
-        pass
-
-    def wait(self, seconds):
-        if self.broken:
-            raise ConnectionError("gone")
-        found, self.answers = self.answers, []
-        if not found:
-            time.sleep(0.01)
-        return found
-
-    def begun(self):
-        return []
-
-    def close(self):
-        self.is_closed = True
+    return {"result": json.loads(to_json(compiled)), "node": "node7"}
 
 
 @dataclass
@@ -79,15 +40,17 @@ class Site:
     patch: pytest.MonkeyPatch
     progress: Progress = field(default_factory=Quiet)
 
-    def executor(self, cluster, shared=None):
-        self.patch.setattr(cluster_executor, "RayConnection", lambda address: cluster)
+    def cluster(self, *behave):
+        return Cluster(*behave).installed(self.patch)
+
+    def executor(self, shared=None):
         options = {"shared": shared, "workers": 1, "progress": self.progress}
         return ClusterExecutor("ray://auto", self.store, **options)
 
     def job(self, program):
         digest = self.store.put_blob(program.encode())
         key = Key("compile", program, (("program", program),))
-        return CompileJob(program, EXACT, Source(digest, ()), key)
+        return CompileJob(program, new(V3), Source(digest, ()), key)
 
 
 @pytest.fixture
@@ -99,9 +62,9 @@ def site(tmp_path, monkeypatch):
 
 def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site):
     """Also where the cluster does not say that it began."""
-    cluster = FakeCluster(lambda order: compiled_by(site.store, order))
+    cluster = site.cluster(lambda order: compiled_by(site.store, order))
     jobs, stream = [site.job(f"p{number}") for number in range(20)], io.StringIO()
-    with Plain(stream) as site.progress, site.executor(cluster) as executor:
+    with Plain(stream) as site.progress, site.executor() as executor:
         futures = [executor.submit(job) for job in jobs]
         results = [future.result(60) for future in futures]
         assert executor.submit(jobs[0]).result(60) == results[0], "the second comes from the store"
@@ -114,13 +77,14 @@ def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site):
 
 
 def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site):
+    site.patch.setattr(connection, "_DOUBT_SECONDS", 0.0)
     error = {"code": BuildError.code, "message": "no such operation", "hint": "change it"}
     for ended, count, said, hint in (
-        ({"body": {"error": error}}, 1, "p for cpu-x86-64-v3: no such operation", "change it"),
-        ({"loss": Loss.WORKER}, 2, "2 attempts ended without an answer", "--executor local"),
+        ({"error": error}, 1, "p for cpu-x86-64-v3: no such operation", "change it"),
+        (ERRORS["WorkerCrashedError"](), 2, "2 attempts ended without", "--executor local"),
     ):
-        cluster = FakeCluster(lambda order, ended=ended: Ended(order.attempt, **ended))
-        with site.executor(cluster) as executor, pytest.raises(BuildError, match=said) as caught:
+        cluster = site.cluster(lambda order, ended=ended: ended)
+        with site.executor() as executor, pytest.raises(BuildError, match=said) as caught:
             executor.submit(site.job("p")).result(60)
         assert hint in caught.value.hint
         assert len(cluster.orders) == count
@@ -128,8 +92,8 @@ def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site):
 
 def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site):
     for broken, error in ((False, CancelledError), (True, BuildError)):
-        cluster = FakeCluster(lambda order: None)
-        with site.executor(cluster) as executor:
+        cluster = site.cluster()
+        with site.executor() as executor:
             futures = [executor.submit(site.job(f"p{number}")) for number in range(30)]
             wait_for(lambda found=cluster: found.orders)
             cluster.broken = broken
@@ -140,14 +104,14 @@ def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site):
         for future in futures:
             with pytest.raises(error):
                 future.result(60)
-        assert cluster.is_closed
+        assert cluster.running == [], "all were cancelled"
 
 
 def test_other_machines_exchange_all_through_a_shared_store(site, tmp_path):
     elsewhere = "192.0.2.99"
-    cluster = FakeCluster(lambda order: None, elsewhere)
+    cluster = site.cluster(lambda order: None, elsewhere)
     said = r"expected a shared store.*192\.0\.2\.99"
-    with site.executor(cluster) as executor, pytest.raises(UsageError, match=said):
+    with site.executor() as executor, pytest.raises(UsageError, match=said):
         executor.submit(site.job("p"))
     assert cluster.is_closed
     shared, node = str(tmp_path / "shared"), DirectoryStore.open(tmp_path / "node")
@@ -158,19 +122,19 @@ def test_other_machines_exchange_all_through_a_shared_store(site, tmp_path):
         for digest in inputs_of(order.source):
             bring(remote, node, digest)
         answer = compiled_by(node, order)
-        send(remote, node, answer.body["result"]["executable"]["digest"])
+        send(remote, node, answer["result"]["executable"]["digest"])
         return answer
 
-    with site.executor(FakeCluster(behave, elsewhere), shared) as executor:
+    site.cluster(behave, elsewhere)
+    with site.executor(shared) as executor:
         found = executor.submit(site.job("p")).result(60)
     assert site.store.read_blob(found.executable.digest) == b"pp"
 
 
 def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site):
-    old = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.10.2", "jaxlib": "0.10.2"})
-    job = replace(site.job("p"), toolchain=old)
-    cluster = FakeCluster(lambda order: Ended(order.attempt, body={"other": "node7"}))
-    executor, here = site.executor(cluster), Future()
+    job = replace(site.job("p"), toolchain=old(V3))
+    cluster = site.cluster(lambda order: {"other": "node7"})
+    executor, here = site.executor(), Future()
     here.set_result("compiled here")
     site.patch.setattr(executor._here, "submit", lambda job: here)
     with executor:

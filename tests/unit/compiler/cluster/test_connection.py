@@ -1,78 +1,17 @@
 """The connection to a cluster: the death of a node is not taken for a crash that the job caused."""
 
-import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from prejit.compiler.cluster import connection
-from prejit.compiler.cluster.connection import Board, Ended, RayConnection
+from prejit.compiler.cluster.connection import Ended, RayConnection
 from prejit.compiler.cluster.node import Order
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.schedule import Loss, Need
 from prejit.compiler.targets.target_table import target
 
-
-class RayError(Exception):
-    """As ray.exceptions has it."""
-
-
-NAMES = "OutOfMemory NodeDied ObjectLost WorkerCrashed RaySystem RayTask RuntimeEnvSetup"
-ERRORS = {f"{name}Error": type(name, (RayError,), {}) for name in NAMES.split()}
-
-
-class Remote:
-    """What `ray.remote` returns: it notes a call under a new reference."""
-
-    def __init__(self, call):
-        self.remote = call
-
-    def options(self, **given):
-        return self
-
-
-class Cluster:
-    """Stands for the module `ray`, and for nodes that live as long as a test says."""
-
-    def __init__(self):
-        self.alive = {"a", "b"}
-        self.outcomes = {}
-        self.board = Board()
-        self.handed = []
-        self.exceptions = SimpleNamespace(RayError=RayError, **ERRORS)
-
-    def remote(self, what):
-        if what is Board:
-            return Remote(lambda: SimpleNamespace(news=Remote(self._news)))
-        return Remote(self._hand)
-
-    def _hand(self, order, board):
-        self.handed.append(f"attempt {order.attempt}")
-        return self.handed[-1]
-
-    def _news(self):
-        self.outcomes["news"] = self.board.news()
-        return "news"
-
-    def is_initialized(self):
-        return True
-
-    def nodes(self):
-        same = {"Resources": {"CPU": 1.0}, "NodeManagerAddress": "127.0.0.1"}
-        return [{"NodeID": name, "Alive": name in self.alive, **same} for name in "abc"]
-
-    def wait(self, refs, **given):
-        return [each for each in refs if each in self.outcomes], []
-
-    def get(self, ref):
-        if isinstance(found := self.outcomes.pop(ref), Exception):
-            raise found
-        return found
-
-    def cancel(self, ref, *, force):
-        self.handed.remove(ref)
-
+from .fake_ray import ERRORS, Cluster
 
 V3, NO_PLACE = target("cpu-x86-64-v3"), (None, None, None)
 ORDER = Order(7, V3, (), 1, None, None, Source("x", ()), {}, *NO_PLACE, 60.0)
@@ -80,12 +19,8 @@ ORDER = Order(7, V3, (), 1, None, None, Source("x", ()), {}, *NO_PLACE, 60.0)
 
 @pytest.fixture
 def cluster(monkeypatch):
-    made = Cluster()
-    monkeypatch.setitem(sys.modules, "ray", made)
-    monkeypatch.setattr(connection, "_keep_stdout_for_data", lambda: None)
-    monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(connection, "_DOUBT_SECONDS", 60.0)
-    return made
+    return Cluster().installed(monkeypatch)
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from tests.layouts import GOLDEN
 from tests.unit.runtime.format.forging import replaced
 
 from prejit.compiler import Program, build
@@ -15,8 +15,6 @@ from prejit.compiler.comparing.speed import compare_speed, verdict
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
-
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import json
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from tests.layouts import GOLDEN
 
 from prejit.compiler import Program, build
 from prejit.compiler.comparing import inspected_programs
@@ -14,7 +14,7 @@ from prejit.compiler.comparing.inspected_programs import costs, find_target
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import PrejitError, UsageError
 
-CALL = str(Path(__file__).parents[3] / "format" / "v1" / "call")
+CALL = str(GOLDEN / "call")
 """A bundle for x86-64-v2 and v3, whose programs a machine of any kind can read."""
 SIDE = 64
 
@@ -48,7 +48,7 @@ def test_a_server_without_the_build_side_hears_what_to_install(monkeypatch):
 
 
 def test_mistakes_are_named():
-    kernels = str(Path(CALL).parent / "kernels")  # whose executables are stand-ins
+    kernels = str(GOLDEN / "kernels")  # whose executables are stand-ins
     other_form = "scale: expected an executable of XLA:CPU as jaxlib"
     for bundle, arguments, message in (
         (CALL, ["--hlo", "scor/b2"], "did you mean 'score/b2'"),
@@ -61,7 +61,7 @@ def test_mistakes_are_named():
         with pytest.raises(UsageError, match=message):
             run(["inspect", bundle, *arguments])
     with pytest.raises(PrejitError, match="found recorded ones"):
-        find_target(read_bundle(Path(CALL).parent / "recorded"), None)
+        find_target(read_bundle(GOLDEN / "recorded"), None)
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 from tests.html_pages import EVIL, Elements, alone
+from tests.manifests import functions_manifest
 
 from prejit.compiler.fleet.fleet_report import explain_fleet, fleet_page
 from prejit.compiler.manifest.reading import read_manifest
@@ -168,10 +169,11 @@ def test_the_tables_are_targets_that_a_manifest_takes(tmp_path):
     assert not report.beyond_help
     assert len(report.additions) == 11, "what serves the odd machine serves HOST too"
     (tmp_path / "score.py").write_text("def score(x): return x\n")
-    text = '[bundle]\nname = "demo"\n[[program]]\nname = "score"\nfunction = "score:score"\n'
-    text += 'args = { x = "float32[1]" }\n\n' + "\n\n".join(a.toml() for a in report.additions)
-    (tmp_path / "m.toml").write_text(text)
-    targets = read_manifest(tmp_path / "m.toml").targets
+    keys = 'function = "score:score"; args = { x = "float32[1]" }'
+    manifest = functions_manifest(tmp_path / "m.toml", {"score": keys}, ())
+    with manifest.open("a") as file:
+        file.writelines(f"\n\n{each.toml()}" for each in report.additions)
+    targets = read_manifest(manifest).targets
     for addition, target in zip(report.additions, targets, strict=True):
         assert target.jax == addition.requirement.jaxlib
         plugin = {"cuda": f"jax-cuda13-pjrt {target.jax}"}.get(target.platform)

@@ -45,10 +45,9 @@ def test_convolutions_that_nobody_measured_need_no_cudnn():
 
     x, kernel = jnp.zeros((1, 3, 8, 8)), jnp.zeros((4, 3, 3, 3))
     made, other = export_program(convolve, (x, kernel)), export_program(jnp.sin, (x,))
-    portable = made.mlir_module_serialized
-    assert has_plain_convolutions(portable, made.platforms, "cuda", tuned=False)
-    assert not has_plain_convolutions(portable, made.platforms, "cuda", tuned=True)
-    assert not has_plain_convolutions(portable, made.platforms, "cpu", tuned=False)
-    assert not has_plain_convolutions(
-        other.mlir_module_serialized, other.platforms, "cuda", tuned=False
-    )
+    for program, platform, tuned, expected in (
+        *((made, "cuda", False, True), (made, "cuda", True, False)),
+        *((made, "cpu", False, False), (other, "cuda", False, False)),
+    ):
+        of_program = program.mlir_module_serialized, program.platforms
+        assert has_plain_convolutions(*of_program, platform, tuned=tuned) == expected

@@ -209,16 +209,8 @@ def test_a_mistake_is_explained():
         (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
         (Wrong(None), None, "vocab_size: expected an integer of 1 or more, found"),
         (own_decoders.linen_decoder, None, "expected model.params beside"),
-        (
-            EQUINOX,
-            {"tail": np.ones(3, np.float32)},
-            "params: expected the names of the parameters of",
-        ),
-        (
-            lambda: equinox.filter_eval_shape(EQUINOX),
-            None,
-            "embed.weight: expected a value, found the",
-        ),
+        (EQUINOX, {"tail": np.ones(3, np.float32)}, "params: expected the names of the parameters"),
+        (lambda: equinox.filter_eval_shape(EQUINOX), None, "embed.weight: expected a value, found"),
     ):
         with pytest.raises((ManifestError, BuildError)) as caught:
             find(module, params=params)

@@ -27,11 +27,9 @@ def kept(logits, inputs, history):
 
 
 def inputs_of(rows, vocab, logprobs=0):
-    found = arrays(rows, vocab, [logprobs] * len(rows))
-    bias = np.zeros((len(rows), vocab), np.float32)
-    return programs.SamplingInputs(
-        **{"bias": bias} | {k: v for k, v in found.items() if v is not None}
-    )
+    found = {"bias": np.zeros((len(rows), vocab), np.float32)}
+    given = arrays(rows, vocab, [logprobs] * len(rows)).items()
+    return programs.SamplingInputs(**found | {k: v for k, v in given if v is not None})
 
 
 def choose(logits, rows, *, prompt=(), generated=(), position=None, logprobs=0):

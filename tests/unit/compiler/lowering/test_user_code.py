@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.manifests import functions_manifest
 
 from prejit.compiler.lowering.user.source_modules import imports_of
 from prejit.compiler.manifest.reading import read_manifest
@@ -21,16 +22,7 @@ from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import BuildError, CheckpointError, ManifestError
 
-MANIFEST = """
-[bundle]
-name = "mine"
-[[program]]
-name = "p"
-function = "mymodel:f"
-args = { x = "float32[3]" }
-[[target]]
-name = "cpu-host"
-"""
+KEYS = 'function = "mymodel:f"; args = { x = "float32[3]" }'
 
 
 @dataclass(frozen=True)
@@ -45,15 +37,15 @@ class Project:
         return find_code(self.plan.manifest)
 
 
-def project(directory, module, manifest=MANIFEST, **others):
-    """A manifest with a module beside it, and other files by name."""
+def project(directory, module, keys=KEYS, **others):
+    """A manifest of a program with these keys, a module beside it, and other files by name."""
     for name, content in {"mymodel": module, **others}.items():
         path = directory / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    (directory / "m.toml").write_text(manifest)
+    manifest = read_manifest(functions_manifest(directory / "m.toml", {"p": keys}))
     store = DirectoryStore.open(directory / "cache")
-    return Project(plan_build(read_manifest(directory / "m.toml"), store), store)
+    return Project(plan_build(manifest, store), store)
 
 
 def lower(found):
@@ -98,10 +90,10 @@ def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path):
     with pytest.raises(ManifestError, match=r"'f' of 'mymodel': SystemExit: 4 .*line 2\)"):
         lower(project(tmp_path, module))
     for name in ("glob", "time"):
-        manifest, other = MANIFEST.replace("mymodel", name), {name: "def f(x):\n    return x\n"}
+        keys, other = KEYS.replace("mymodel", name), {name: "def f(x):\n    return x\n"}
         expected = rf"expected '{name}' to be {tmp_path}/{name}.py"
         with pytest.raises(ManifestError, match=expected) as caught:
-            _ = project(tmp_path, "", manifest, **other).code
+            _ = project(tmp_path, "", keys, **other).code
         assert caught.value.hint == f"rename {tmp_path}/{name}.py"
 
 
@@ -109,10 +101,10 @@ def test_unreadable_parameters_are_named_with_the_program(tmp_path):
     (tmp_path / "p.safetensors").touch()
     (tmp_path / "directory").mkdir()
     for params in ("p.safetensors", "directory"):
-        manifest = MANIFEST.replace("args =", f'params = "{params}"\nargs =')
+        keys = f'{KEYS}\nparams = "{params}"'
         said = rf"{tmp_path}/m.toml: program 'p': params: .*{params}: "
         with pytest.raises(CheckpointError, match=said) as caught:
-            _ = project(tmp_path, "def f(params, x):\n    return x\n", manifest).code
+            _ = project(tmp_path, "def f(params, x):\n    return x\n", keys).code
         assert "write" in str(caught.value.hint) or "save" in str(caught.value.hint)
 
 
@@ -210,7 +202,7 @@ def test_names_are_checked_before_a_trace(tmp_path):
         (wide, r"args\['state'\]: .* 32 bits", "write float32, as jax computes; calls may still"),
         ('args = ["float32[4]"]\nparams = "w.safetensors"', r"params: kernel: .*\[4, 8\]", ""),
     ):
-        text = MANIFEST.replace('args = { x = "float32[3]" }', section)
+        text = KEYS.replace('args = { x = "float32[3]" }', section)
         name = ":head" if "params" in section else ":by_place" if "kind =" in section else ":f"
         found = project(tmp_path, NAMED, text.replace(":f", name))
         with pytest.raises(ManifestError, match=rf"m.toml: program 'p': {message}") as raised:
@@ -232,10 +224,10 @@ f = """
 
 def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path):
     expected = r"'p': args: expected a list, .* x by position"
-    manifest = MANIFEST.replace("[3]", "[3, 3]")
+    keys = KEYS.replace("[3]", "[3, 3]")
     for made in ("jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"):
         with pytest.raises(ManifestError, match=expected) as caught:
-            lower(project(tmp_path, WRAPPED + made, manifest))
+            lower(project(tmp_path, WRAPPED + made, keys))
         assert caught.value.hint == "list the arguments in their order, as in args = [...]"
     for alike in ("jax.checkpoint(g)", "functools.partial(g)"):
         assert len(lower(project(tmp_path / alike, WRAPPED + alike)).results) == 1
@@ -271,8 +263,8 @@ f = Scale(WEAK)
 
 @pytest.mark.parametrize("weak", ["2.5", "jnp.asarray(2.5)"])
 def test_a_weak_parameter_of_a_module_leaves_the_dtype_of_its_arguments(tmp_path, weak):
-    manifest = MANIFEST.replace("float32[3]", "bfloat16[3]")
-    (result,) = lower(project(tmp_path, HELD.replace("WEAK", weak), manifest)).results
+    keys = KEYS.replace("float32[3]", "bfloat16[3]")
+    (result,) = lower(project(tmp_path, HELD.replace("WEAK", weak), keys)).results
     assert result == "[] bfloat16[3]"
 
 
@@ -300,9 +292,8 @@ def test_a_module_that_changes_itself_is_refused(tmp_path, new):
     if new == "lambda n: n":
         lower(found)
         return
-    with pytest.raises(
-        ManifestError, match=r"leaves its variables as they are, .* count\n"
-    ) as caught:
+    said = r"leaves its variables as they are, .* count\n"
+    with pytest.raises(ManifestError, match=said) as caught:
         lower(found)
     assert ".eval()" in str(caught.value.hint)
 
@@ -324,14 +315,12 @@ twice = Layers([{"by": {"a": np.ones(3)}, "by.a": np.ones(3)}])
 def test_arrays_of_a_module_have_the_names_of_params(tmp_path):
     """A pytree and an orbax checkpoint name an array by the keys that lead to it, joined by dots."""
     save_file(dict.fromkeys(("parts.0.by", "parts.1"), np.ones(3)), tmp_path / "w.safetensors")
-    manifest = MANIFEST.replace("[[target]]", 'params = "w.safetensors"\n[[target]]')
-    found = project(tmp_path, LAYERS, manifest)
+    found = project(tmp_path, LAYERS, f'{KEYS}\nparams = "w.safetensors"')
     lower(found)
     assert [*values_of(found.code, "p")] == ["parts.0.by", "parts.1"]
-    with pytest.raises(
-        ManifestError, match=r"different names of arrays, found 'parts\.0\.by\.a' twice"
-    ):
-        lower(project(tmp_path, LAYERS, MANIFEST.replace(":f", ":twice")))
+    said = r"different names of arrays, found 'parts\.0\.by\.a' twice"
+    with pytest.raises(ManifestError, match=said):
+        lower(project(tmp_path, LAYERS, KEYS.replace(":f", ":twice")))
 
 
 SETTING = """

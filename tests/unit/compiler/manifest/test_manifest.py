@@ -158,6 +158,15 @@ context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\nsource = "demo-mo
 source = "demo-model" => module = "m:m"\n[draft]\nsource = "demo-model"
     6: draft: expected a [model] with a source, and no module, beside it
     10: generate.draft_tokens: expected 1 or more, such as 4, beside [draft], ... ; found 0
+context = [128] => context = [128]\n[adapters]\nslots = 0\nrank = 513\n[mesh]\ntensor = 2
+    12: adapters: expected none beside [mesh]: several devices take none
+    13: adapters.slots: expected an integer of 1 to 256; found 0
+    14: adapters.rank: expected an integer of 1 to 512; found 513
+source = "demo-model"\ndtype = "float32"\n => module = "m:m"\n[adapters]\nslots = 2\n
+    6: adapters: expected a [model] with a source beside it, whose matrices they change
+context = [128] => context = [128]\nsource = [16]\ndraft_tokens = 4\n[adapters]\nslots = 2\n[draft]\nsource = "demo-model"
+    14: adapters: expected none beside generate.source: an encoder-decoder takes none
+    16: draft: expected none beside generate.source: it guesses for prompts alone
 context = [128] => context = [128, 8]
     10: generate.prompt: expected one of at most 8, the shortest context; found [64, 16]
 [generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n => (nothing)
@@ -276,6 +285,8 @@ MISTAKES_OF_ENCODERS = r"""
     8: encode.shapes: expected a list of ...
 shapes = => shape =
     8: encode.shape: unknown key (did you mean "shapes"?) ...
+[encode] => [adapters]\nslots = 2\n[encode]
+    7: adapters: expected none beside [encode]: an encoder takes none
 [encode] => [mesh]\ntensor = 2\n[encode]
     7: mesh: expected no [encode] beside ...
 [encode] => [generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]

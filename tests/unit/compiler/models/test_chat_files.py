@@ -32,7 +32,7 @@ def model(directory, config, **files):
 
 TOOLS = "additional_chat_templates__tool_use_jinja"
 BEGIN = {"added_tokens_decoder": {"0": {"content": "<s>", "special": True}}, "bos_token": "<s>"}
-END = {"eos_token": "<end>", "pad_token": ADDED}
+END, MORE = {"eos_token": "<end>", "pad_token": ADDED}, {"image_token": "<b>"}
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,7 @@ END = {"eos_token": "<end>", "pad_token": ADDED}
         (NAMED, SPELLED, {TOOLS: "x"}),
         (PRINTS_TOKENS, SPELLED, {"special_tokens_map_json": json.dumps(END)}),
         (PRINTS_TOKENS, BEGIN, {"special_tokens_map_json": '{"eos_token": "ignored"}'}),
-        (
-            PRINTS_TOKENS,
-            {**SPELLED, "image_token": "<a>", "extra_special_tokens": {"image_token": "<b>"}},
-            {},
-        ),
+        (PRINTS_TOKENS, {**SPELLED, "image_token": "<a>", "extra_special_tokens": MORE}, {}),
         (PRINTS_TOKENS, {"model_specific_special_tokens": {"boi_token": "<c>"}}, {}),
         (None, {}, {}),
     ],

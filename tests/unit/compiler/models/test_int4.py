@@ -42,31 +42,6 @@ def wide_of(integers, scales, zeros=0):
 kinds = st.builds(Groups, st.sampled_from([32, 64, 128]), st.booleans())
 
 
-@pytest.mark.thorough
-@quick()
-@given(outputs=st.integers(1, 50), count=st.integers(1, 5), groups=kinds, seed=st.integers(0, 99))
-def test_words_lose_a_value_or_xla_unpacks_another(outputs, count, groups, seed):
-    rng, inputs = np.random.default_rng(seed), count * groups.size
-    integers = rng.integers(-8, 8, (outputs, inputs)).astype(np.int8)
-    scales = rng.standard_normal((outputs, count)).astype(np.float16)
-    zeros = rng.integers(-8, 8, (outputs, count)).astype(np.float16) if groups.zeros else None
-    words, tiled = int4_words.packed(integers), int4_words.packed_scales(scales, zeros)
-    assert words.shape == int4_words.word_shape(inputs, outputs)
-    assert tiled.shape == int4_words.scale_shape(inputs, outputs, groups)
-    assert int4_words.groups_of(words.shape, tiled.shape) == groups
-    # By hand, as the kernel's header draws a word.
-    for output, at in ((0, 0), (outputs - 1, inputs - 1), (outputs // 2, 3), (outputs // 3, 12)):
-        word = int(words[output // 16, at // 8, output % 16])
-        four = word >> {0: 0, 2: 4, 4: 8, 6: 12, 1: 16, 3: 20, 5: 24, 7: 28}[at % 8] & 15
-        assert (four ^ 8) - 8 == integers[output, at]
-    expected = wide_of(integers, scales, *([zeros] if groups.zeros else []))
-    np.testing.assert_array_equal(int4_words.unpacked(words, tiled, outputs), expected)
-    found = np.asarray(int4_words.widened(jnp.asarray(words), jnp.asarray(tiled)))
-    found = found.swapaxes(1, 2).reshape(-1, inputs)
-    np.testing.assert_array_equal(found[:outputs], expected)
-    assert not found[outputs:].any()
-
-
 @quick()
 @given(
     outputs=st.integers(1, 40),

@@ -89,15 +89,13 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     recorded = KnownForms(recorded=table(measured(conditions=replace(HERE, cpu="Intel Xeon"))))
     assert recorded.missing([LARGE], HERE) == ()
     assert recorded.missing([LARGE], HERE, fresh=True) == (LARGE,)
-    own_cpu = measured(loop=1, kernel=9)
-    newer = measured(
-        conditions=replace(HERE, cpu="Intel Xeon"), date="2026-11-21", kernel=1, loop=9
-    )
+    own_cpu, xeon = measured(loop=1, kernel=9), replace(HERE, cpu="Intel Xeon")
+    newer = measured(conditions=xeon, date="2026-11-21", kernel=1, loop=9)
     both = KnownForms(recorded=table(own_cpu, newer))
     for product in (LARGE, replace(LARGE, rows=2)):  # itself, and the nearest
         assert both.choice(product, HERE).measured == own_cpu
-        assert both.choice(product, replace(HERE, cpu="Intel Xeon")).measured == newer
-        assert both.choice(product, replace(HERE, cpu="Intel Atom")).measured == newer
+        for other in (xeon, replace(HERE, cpu="Intel Atom")):
+            assert both.choice(product, other).measured == newer
     edge = Product("int8", 1, tables.LEAST_BYTES // 64, 64, False)
     smaller = Product("int8", 1, tables.LEAST_BYTES // 64 - 1, 64, False)
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)
@@ -166,6 +164,11 @@ def test_an_error_names_the_file_and_the_key(tmp_path):
     unknown = {"int9 1 x 2 x 3 (out,in)": {}}
     for changed, message in (
         (data | {"version": 2}, "version: expected 1, found 2"),
+        ({"version": 1}, "expected the key 'measured', found none"),
+        (data | {"mesured": []}, "unknown key 'mesured'"),
+        (data | {"measured": 3}, "measured: expected a list, found 3"),
+        (section(nanoseconds=[]), "expected an object with products"),
+        (section(nanoseconds={str(LARGE): 3}), "expected an object with a time for each form"),
         (section(cpus="2"), r'measured\[0\].cpus: expected a number, found "2"'),
         (section(nanoseconds=unknown), "expected a product such as"),
         (section(nanoseconds={str(LARGE): {"dot": 1}}), "expected loop or widened dot or kernel"),

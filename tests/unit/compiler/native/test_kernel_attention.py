@@ -67,10 +67,8 @@ def run(case, library):
         arrays[:3] = whole, whole, whole
     out = np.full(case.query.shape, np.nan, np.float32)
     keys, values = arrays[6].copy(), arrays[7].copy()
-    results = (out, keys, values)
-    kernel_frames.call(
-        library, "attention", [*arrays[:6], keys, values], results, **case.attributes
-    )
+    results, given = (out, keys, values), [*arrays[:6], keys, values]
+    kernel_frames.call(library, "attention", given, results, **case.attributes)
     return results
 
 

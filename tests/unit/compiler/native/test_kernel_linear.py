@@ -89,12 +89,12 @@ class Case:
         return found if self.residual is None else [*found, self.residual]
 
 
-def run(case, library):
+def run(case, library, kernel="linear"):
     out = np.full((*case.x.shape[:-1], case.weights[0].shape[0]), np.nan, np.float32)
     flags = {"bias": bool(case.biases), "gated": len(case.weights) == 2}
     flags |= {"residual": case.residual is not None, "activation": case.activation}
     arguments = [np.ascontiguousarray(array) for array in case.arrays]
-    kernel_frames.call(library, "linear", arguments, [out], **flags)
+    kernel_frames.call(library, kernel, arguments, [out], **flags)
     return out
 
 

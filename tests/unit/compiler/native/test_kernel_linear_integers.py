@@ -9,11 +9,9 @@ from tests.extent import examples
 from prejit.compiler.models.layers import linear
 from prejit.compiler.native.kernel_library import SOURCES
 
-from . import kernel_builds, kernel_frames
-from .kernel_builds import LEVELS, TESTS
-from .test_kernel_linear import GELU_ERF, NONE, SILU, activated
-
-CHOICE = TESTS / "linear_choice.cc"
+from . import kernel_builds, test_kernel_linear
+from .kernel_builds import LEVELS
+from .test_kernel_linear import CHOICE, GELU_ERF, SILU, Case, activated
 
 
 @pytest.fixture(
@@ -37,17 +35,8 @@ def kernels(request, build_cache):
     return library
 
 
-def run(library, x, weights, scales, *, bias=None, residual=None, activation=NONE):
-    arrays = [x]
-    for weight, scale in zip(weights, scales, strict=True):
-        arrays += [weight, scale, *([] if bias is None else [bias])]
-    arrays += [] if residual is None else [residual]
-    out = np.full((len(x), len(weights[0])), np.nan, np.float32)
-    flags = {"bias": bias is not None, "gated": len(weights) == 2, "activation": activation}
-    flags["residual"] = residual is not None
-    arrays = [np.ascontiguousarray(each) for each in arrays]
-    kernel_frames.call(library, "linear_integers", arrays, [out], **flags)
-    return out
+def run(library, *case, **more):
+    return test_kernel_linear.run(Case(*case, **more), library, "linear_integers")
 
 
 def drawn(seed, rows, inputs, outputs):
@@ -84,7 +73,7 @@ def test_what_follows_a_product_and_rows_with_a_peak(kernels, shape, activation)
     up, residual, bias = weight[::-1].copy(), drawn(2, len(x), len(weight), 1)[0], scale * 30
     rounded = np.asarray(linear.rounded(x), np.float64)
     values = [rounded @ each.astype(np.float64).T * scale + bias for each in (weight, up)]
-    flags = {"bias": bias, "activation": activation}
+    flags = {"biases": (bias, bias), "activation": activation}
     plain = run(kernels, x, [weight], [scale], residual=residual, **flags)
     expected = activated(activation, values[0])
     np.testing.assert_allclose(plain, expected + residual, rtol=1e-5, atol=1e-4)

@@ -2,17 +2,15 @@
 
 import os
 import shutil
-from importlib import metadata
 
 import pytest
 
 from prejit.compiler.native.kernel_library import SOURCES, KernelLibrary, build_kernels
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.format.checks.elf import find_note, read_shared_library
 
 from .kernel_builds import TESTS
+from .test_kernel_library import toolchain
 
 OWNER, VERSION = b"prejit\0", 1
 CPUS = len(os.sched_getaffinity(0))
@@ -47,12 +45,10 @@ def library(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("threads")
     for path in (SOURCES / "threads.cc", SOURCES / "threads.h", TESTS / "threads_probe.cc"):
         shutil.copy(path, directory)
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     cache = DirectoryStore.open(directory / "cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", request.param)
-        toolchain = host_toolchain(target("cpu-x86-64-v2"), versions)
-        built = build_kernels(toolchain, cache, sources=directory)
+        built = build_kernels(toolchain(), cache, sources=directory)
     if not isinstance(built, KernelLibrary) or not built.compiler.startswith(request.param):
         pytest.skip(f"no {request.param} on this machine")
     content = cache.read_blob(built.digest)

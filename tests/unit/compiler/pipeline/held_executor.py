@@ -1,9 +1,10 @@
 """An executor whose futures a test completes: nothing is compiled."""
 
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 
-class HeldExecutor:
+class HeldExecutor(AbstractContextManager):
     """Takes jobs. `answer`, if there is one, is called with each and its future, and may raise."""
 
     compiled = frozenset[str]()
@@ -25,9 +26,6 @@ class HeldExecutor:
         self.closed = True
         for _, future in self.taken:
             future.cancel()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *raised):
         self.close()

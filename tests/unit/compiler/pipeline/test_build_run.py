@@ -21,13 +21,13 @@ from prejit.runtime.errors import BuildError
 from .held_executor import HeldExecutor
 
 
-def refuse(job, future):
-    future.set_exception(BuildError(f"{job.program}: no compiler", hint="install one"))
-
-
 def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path):
     sizes = {"a": 2, "b": 3}  # equal programs would be one job
     programs = [Program(name, fn=abs, args=[f"float32[{n}]"]) for name, n in sizes.items()]
+
+    def refuse(job, future):
+        future.set_exception(BuildError(f"{job.program}: no compiler", hint="install one"))
+
     executor = HeldExecutor(refuse)
     store = DirectoryStore.open(tmp_path / "store")
     options = BuildOptions(store=store, executor=executor, progress=Quiet())

@@ -89,9 +89,8 @@ def half(_builder, _kind, output):
 
 def test_a_package_without_a_bundle_or_a_place_without_room_is_named(wheel, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        BuildError, match=r"file: cannot write the wheel .*call: File exists"
-    ) as raised:
+    said = r"file: cannot write the wheel .*call: File exists"
+    with pytest.raises(BuildError, match=said) as raised:
         write_wheel(str(GOLDEN / "call"), tmp_path / "file")
     assert "-o DIR" in raised.value.hint
     with monkeypatch.context() as patch:

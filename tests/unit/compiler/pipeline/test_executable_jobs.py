@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 from tests.manifests import functions_manifest
+from tests.unit.compiler.toolchains import HOST, new
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.manifest.reading import read_manifest
@@ -26,8 +27,6 @@ from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
@@ -52,9 +51,8 @@ class Project:
         (directory / "helper.py").write_text(f"FACTOR = {self.helper}\n")
         for n, factor in enumerate(self.factors):
             first, used = ("import helper\n\n\n", "helper.FACTOR * ") if n == 0 else ("", "")
-            (directory / f"m{n}.py").write_text(
-                f"{first}def f(x):\n    return {used}x * {factor}\n"
-            )
+            code = f"{first}def f(x):\n    return {used}x * {factor}\n"
+            (directory / f"m{n}.py").write_text(code)
         for kind, place in self.damages:
             files = sorted((directory / "cache" / "v1").glob(kind))
             if files:
@@ -126,14 +124,13 @@ def test_a_build_does_what_the_plan_said(projects):
             assert all_taken == planned.keys()
 
 
-TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
 DIGEST = f"sha256:{'0' * 64}"
 RESULT = Compiled(Segment(0, 1, DIGEST, 1, DIGEST), (), Memory(0, 0, 0, 0), 1, 1, 1)
 
 
 def job(program, content="same"):
     key = Key("compile", program, (("stablehlo", content),))
-    return CompileJob(program, TOOLCHAIN, Source(content, ("cpu",)), key)
+    return CompileJob(program, new(HOST), Source(content, ("cpu",)), key)
 
 
 @pytest.fixture

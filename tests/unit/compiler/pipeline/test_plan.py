@@ -80,10 +80,9 @@ def compile_digests(found, name):
     digests = {}
     for program in found.plan.programs:
         source = source_of(space, program, lower(space, program), kernels.get(name))
-        key = job_of(
-            found.plan, program.spec, source, TargetTools(toolchain, None), found.store
-        ).key
-        digests[program.spec.name] = key.digest
+        tools = TargetTools(toolchain, None)
+        job = job_of(found.plan, program.spec, source, tools, found.store)
+        digests[program.spec.name] = job.key.digest
     return digests
 
 
@@ -136,11 +135,10 @@ def test_a_plan_makes_nothing(model, tmp_path, monkeypatch, toy_library):
     assert not list((tmp_path / "m" / "cache").rglob("actions/native/*"))
 
     [target] = found.plan.targets
+    tools = TargetTools(find_toolchain(target), None)
     for program in once_more.plan.programs:
         made = source_of(once_more.space, program, program.lowered, kernels)
-        key = job_of(
-            found.plan, program.spec, made, TargetTools(find_toolchain(target), None), found.store
-        ).key
+        key = job_of(found.plan, program.spec, made, tools, found.store).key
         found.store.put(key, {"not": "an executable"})
         found.store._action(key).unlink()  # only the name of the last key stays
     assert once_more.reasons() == {"its last result is gone from the cache, or was damaged"}

@@ -5,34 +5,21 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.manifests import functions_manifest
 
 import prejit.compiler
 from prejit.compiler import Program
-from prejit.compiler.pipeline.pack.bundle_descriptions import (
-    attach_descriptions,
-    recording_provenance,
-)
+from prejit.compiler.pipeline.pack import bundle_descriptions as descriptions
 from prejit.compiler.progress import Quiet
 from prejit.compiler.rebuilding.rebuilt import rebuild
 from prejit.runtime import load
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import BuildError, UsageError
 
-MANIFEST = """
-[bundle]
-name = "again"
-[[program]]
-name = "f"
-function = "functions.first:f"
-args = { x = "float32[{n}]" }
-buckets = { n = [2, 3] }
-reads = ["data/*.txt"]
-params = "params.safetensors"
-[[target]]
-name = "cpu-host"
-[[target]]
-name = "cpu-x86-64-v3"
-"""
+KEYS = (
+    'function = "functions.first:f"; args = { x = "float32[{n}]" }; buckets = { n = [2, 3] }; '
+    'reads = ["data/*.txt"]; params = "params.safetensors"'
+)
 FILES = {
     "functions/__init__.py": "",
     "functions/first.py": "from pathlib import Path\nfrom .second import scaled\n"
@@ -41,30 +28,30 @@ FILES = {
     "functions/second.py": "def scaled(x):\n    return x * 2\n",
     "functions/factor.txt": "1",
     "data/declared.txt": "1",
-    "m.toml": MANIFEST,
 }
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A project with its bundle in `out/again`. Who changes it puts it right again."""
+    """A project with its bundle in `out/m`. Who changes it puts it right again."""
     directory = tmp_path_factory.mktemp("project")
     for name, content in FILES.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(content)
     save_file({"w": np.ones(2, np.float32)}, directory / "params.safetensors")
     options = {"cache": directory / "cache", "workers": 1, "quiet": True}
+    functions_manifest(directory / "m.toml", {"f": KEYS}, ("cpu-host", "cpu-x86-64-v3"))
     prejit.compiler.build(directory / "m.toml", directory / "out", **options)
     return directory
 
 
 def again(project):
-    return rebuild(project / "out" / "again", project / "m.toml", progress=Quiet(), workers=1)
+    return rebuild(project / "out" / "m", project / "m.toml", progress=Quiet(), workers=1)
 
 
 def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(project, monkeypatch, capsys):
     monkeypatch.setenv("PREJIT_CACHE", "/nonexistent/cache")  # it would have to be made
-    bundle = project / "out" / "again"
+    bundle = project / "out" / "m"
     monkeypatch.chdir(project / "out")
     with pytest.raises(BuildError, match=r"expected its manifest at m\.toml, found no f") as caught:
         rebuild(bundle, None, progress=Quiet())
@@ -105,7 +92,7 @@ def test_a_hidden_input_is_a_finding(project, capsys):
     hidden = project / "functions" / "factor.txt"
     try:
         hidden.write_text("3")
-        arguments = ["rebuild", "--jobs", "1", "--verify", str(project / "out" / "again")]
+        arguments = ["rebuild", "--jobs", "1", "--verify", str(project / "out" / "m")]
         assert run([*arguments, "--manifest", str(project / "m.toml")]) == 8
     finally:
         hidden.write_text("1")
@@ -145,6 +132,7 @@ def test_what_cannot_be_rebuilt_says_so(tmp_path, recipe):
     with pytest.raises(UsageError, match="found one that a Python program built"):
         rebuild(made_in_python.path, None, progress=Quiet())
     digest = load(without).digest
-    attach_descriptions(without, digest, lambda i, c: recording_provenance(digest, i, c))
+    recorded = descriptions.recording_provenance
+    descriptions.attach_descriptions(without, digest, lambda i, c: recorded(digest, i, c))
     with pytest.raises(UsageError, match="found one that `prejit record` made"):
         rebuild(without, None, progress=Quiet())

@@ -1,6 +1,7 @@
 """The manifest of a recording: which calls are buckets of one section, and what is said of the others."""
 
 import itertools
+import math
 import tomllib
 from pathlib import Path
 
@@ -73,9 +74,12 @@ def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own()
 
 
 def test_what_toml_cannot_write_is_made_by_python():
-    none = [1, {"kind": "none"}]
-    pairs = [{"kind": "tuple", "items": [[0, array(f"float32[{n}]")], none]} for n in (1, 2)]
-    found = made(*(call(arguments=[["pair", each]]) for each in pairs))
+    third = {"kind": "new", "of": "fractions:Fraction", "constants": [["numerator", "=3"]]}
+    others = [{"kind": "none"}, {"kind": "number", "of": "complex"}, third]
+    others += [{"kind": "object", "of": "math:pi"}, {"kind": "weak", "of": "float32[]"}]
+    parts = [[array(f"float32[{n}]"), *others] for n in (1, 2)]
+    trees = [{"kind": "tuple", "items": [*enumerate(each)]} for each in parts]
+    found = made(*(call(arguments=[["pair", each]]) for each in trees))
     [program] = tomllib.loads(found.text)["program"]
     assert program["args"] == "my_serve_1_examples:score_args"
     assert examples_path(PATH) == Path("my_serve_1_examples.py")
@@ -83,7 +87,8 @@ def test_what_toml_cannot_write_is_made_by_python():
     exec(found.examples, namespace)
     example = namespace["score_args"](batch=3)
     assert example["pair"][0].shape == (3,)
-    assert example["pair"][1] is None
+    assert example["pair"][1:5] == (None, 0j, 3, math.pi)
+    assert example["pair"][5].weak_type
 
 
 def test_what_is_left_out_is_named_with_its_reason():

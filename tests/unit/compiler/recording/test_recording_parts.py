@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from tests.layouts import GOLDEN
 
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.pipeline.pack.bundle_writing import write_layout
@@ -164,7 +165,7 @@ def test_recordings_are_merged_and_read_back(tmp_path):
     with pytest.raises(RejectError):
         read_targets(unfinished)
     with pytest.raises(UsageError, match="found one of `prejit build`"):
-        read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
+        read_targets(GOLDEN / "chunks")
 
 
 def watched(tmp_path, code, paths=("/etc/passwd",), **env):

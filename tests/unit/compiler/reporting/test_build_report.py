@@ -25,10 +25,8 @@ from prejit.compiler.progress import Step
 
 
 def program(name="p", **changes):
-    digest = f"sha256:{'0' * 64}"
-    made = ReportedProgram(
-        name, "call", {}, "cpu-host", "compiled", 2.0, 100, 10, 5, 50, digest, digest
-    )
+    digests, figures = (f"sha256:{'0' * 64}",) * 2, (2.0, 100, 10, 5, 50)
+    made = ReportedProgram(name, "call", {}, "cpu-host", "compiled", *figures, *digests)
     return replace(made, **changes)
 
 

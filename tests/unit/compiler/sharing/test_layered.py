@@ -107,17 +107,6 @@ def test_a_result_is_written_after_its_contents(tmp_path, place):
     assert again.store.traffic[0].sent == 0
 
 
-def test_damaged_contents_are_named(tmp_path, place):
-    digest = Machine(tmp_path / "a", Tier(place)).make()
-    for number, damage in enumerate((CONTENT[:-1], CONTENT + b"x", b"y" + CONTENT[1:])):
-        place.files[f"cas/{digest.removeprefix('sha256:')}"] = damage
-        second = Machine(tmp_path / f"b{number}", Tier(place))
-        assert second.store.get(KEY) is None
-        assert second.local.blob_path(digest) is None
-        assert "compile demo/decode is not used" in second.notes[0]
-        assert digest in second.notes[0]
-
-
 def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path, place):
     place.fails = "memory://: no route to host"
     machine = Machine(tmp_path / "a", Tier(place))

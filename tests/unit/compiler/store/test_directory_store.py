@@ -196,10 +196,3 @@ def test_a_healed_blob_stays(cache, monkeypatch):
     assert cache.read_blob(digest) is None
     healer.join()
     assert cache.read_blob(digest) == b"content"
-
-
-def test_a_store_that_one_process_had_alone_is_free_afterwards(tmp_path):
-    DirectoryStore.open(tmp_path)
-    for _ in range(2):
-        with DirectoryStore(tmp_path).alone() as is_alone:
-            assert is_alone

@@ -54,15 +54,12 @@ STEPS = {
     if name.isupper() and not name.startswith("_") and isinstance(roots, tuple)
 }
 """The roots of each step's code."""
-MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
-LOWERED = {"LOWERING", "USER_DECODERS"}
+MODELS, LOWERED = {"LOWERING", "WEIGHTS", "ACCURACY"}, {"LOWERING", "USER_DECODERS"}
+OWN = {"OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"}
 CHANGES = [
     ("compiler.models.families.decoders:TextDecoder", {*MODELS, "BITS", "INT4_TEXT"}),
     ("compiler.models.decoder_matrices:shardings", {"LOWERING"}),
-    (
-        "compiler.models.quantizing:quantized",
-        {"BITS", "WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},
-    ),
+    ("compiler.models.quantizing:quantized", {"BITS", "WEIGHTS", *OWN}),
     ("compiler.lowering.sampling_programs:sample", LOWERED),
     ("compiler.lowering.user.function_lowering:lower_function", {"USER_FUNCTIONS"}),
     ("compiler.pipeline.lower.program_lowering:put_lowered", {*LOWERED, "USER_FUNCTIONS"}),

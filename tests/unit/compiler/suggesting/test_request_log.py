@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.manifests import write_manifest
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, read_log
@@ -73,31 +74,16 @@ def test_logs_of_several_bundles_or_another_form_are_named(tmp_path):
             read_log(tmp_path / name)
 
 
-MANIFEST = """
-[bundle]
-name = "chat"
-[model]
-source = "model"
-[generate]
-batch = [1]
-prompt = [16, 64]
-context = [64, 128]
-[[target]]
-name = "cpu-host"
-[[target]]
-name = "cpu-x86-64-v3"
-"""
-
-
 def test_the_suggested_lines_can_be_pasted_into_the_manifest(tmp_path, capsys):
-    lengths, manifest = tmp_path / "lengths.csv", tmp_path / "chat.toml"
+    lengths, sizes = tmp_path / "lengths.csv", {"prompt": (16, 64), "context": (64, 128)}
+    targets = ("cpu-host", "cpu-x86-64-v3")
+    manifest = write_manifest(tmp_path / "chat.toml", "model", targets=targets, **sizes)
     lengths.write_text("prompt_tokens,new_tokens\n" + "21,5\n" * 9 + "60,60\n")
-    manifest.write_text(MANIFEST)
     (tmp_path / "model").mkdir()
     assert run(["suggest", str(lengths), "--manifest", str(manifest)]) == 0
     printed = capsys.readouterr().out
     pasted = printed[printed.index("[generate]") :]
-    before, _, rest = MANIFEST.partition("[generate]")
+    before, _, rest = manifest.read_text().partition("[generate]")
     manifest.write_text(before + pasted + rest[rest.index("[[target]]") :])
     sizes = read_manifest(manifest).generate
     assert (sizes.batch, sizes.prompt, sizes.context) == ((1,), (24, 64), (32, 128))

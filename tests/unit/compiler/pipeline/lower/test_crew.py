@@ -1,31 +1,37 @@
-"""Programs that other processes lower are those that the build would have lowered, whatever happens."""
+"""Programs that other processes lower are those that the build would have lowered, each once."""
 
 import io
 import json
 import sys
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests import own_decoders
 from tests.decoders import write_random
 from tests.extent import one_in, sampled
 
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.lower import crew
-from prejit.compiler.pipeline.lower.crew import open_crew
+from prejit.compiler.pipeline.lower.crew import open_crew, process_count, split
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import lower, lower_own
 from prejit.compiler.pipeline.lower.trace_keeping import read_own, remember
 from prejit.compiler.pipeline.model import open_weights
-from prejit.compiler.pipeline.plan import PlanOptions, plan_build
+from prejit.compiler.pipeline.plan import PlannedProgram, PlanOptions, plan_build
+from prejit.compiler.pipeline.stored_traces import Known
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.shared_result import Tier
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import PrejitError
 
@@ -76,18 +82,15 @@ class Crewed(Project):
         return forms(self.plan(store).programs)
 
     def crew(self, plan, store):
-        return open_crew(plan, PlanOptions(), TWO, store, self.progress)
+        with pytest.MonkeyPatch.context() as patch:  # little work is enough
+            patch.setattr(crew, "_PROCESS_SECONDS", 0.05)
+            return open_crew(plan, PlanOptions(), TWO, store, self.progress)
 
     def lower_apart(self, store):
         """Lower all programs in two processes."""
         plan = self.plan(store)
         with self.crew(plan, store) as crew:
             return crew.lower(plan, plan.programs, None, chosen=True)
-
-
-@pytest.fixture(autouse=True)
-def small_work_is_enough(monkeypatch):
-    monkeypatch.setattr(crew, "_PROCESS_SECONDS", 0.05)
 
 
 def forms(programs):
@@ -207,3 +210,43 @@ def test_a_build_that_fails_leaves_no_process_behind(tmp_path):
             raise KeyboardInterrupt
     assert len(seen) == 2
     assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
+
+
+def function(section, number):
+    """A bucket of a function of the user."""
+    spec = ProgramSpec(f"{section}/n{number}", "call", {"n": number}, section)
+    return PlannedProgram(spec, trace=Known(spec.name, (), {}))
+
+
+def model(kind, number):
+    spec = ProgramSpec(f"{kind}/{number}", kind, {"context": number})
+    return PlannedProgram(spec, key=Key("lower", spec.name, (("number", str(number)),)))
+
+
+programs = st.builds(
+    lambda decodes, f, g: [
+        *(model("decode", number) for number in range(decodes)),
+        *(function("f", number) for number in range(f)),
+        *(function("g", number) for number in range(g)),
+    ],
+    *(st.integers(0, 40), st.integers(0, 90), st.integers(0, 5)),
+)
+
+
+@given(programs, st.integers(1, 64))
+def test_every_program_is_in_one_unit(left, processes):
+    units = split(left, processes)
+    assert list(chain(*units)) == left
+    assert all(len({each.spec.section for each in unit}) == 1 for unit in units)
+
+
+def test_units_and_processes_are_worth_their_start():
+    assert [len(unit) for unit in split([model("decode", n) for n in range(5)], 2)] == [1] * 5
+    assert all(len(unit) >= 4 for unit in split([function("f", n) for n in range(40)], 64))
+    assert len(split([function("f", n) for n in range(400)], 4)) >= 16
+    models = [model("decode", n) for n in range(64)]
+    assert process_count(models, 16) == 16
+    assert process_count(models, 0) == 0, "too few cores: they compile"
+    assert process_count(models, 1) == 0, "no faster than the build itself"
+    assert process_count(models[:9], 16) == 3
+    assert process_count([function("f", n) for n in range(100)], 16) == 3

@@ -12,11 +12,8 @@ from prejit.compiler.pipeline.measure.encoder_bits import MOST_COST, MatrixPlace
 from prejit.compiler.pipeline.measure.model_comparison import cosines
 
 INT4 = ("int4", "int8", "bfloat16", "float32")
-PLACES = {
-    "down": MatrixPlace(4000, INT4),
-    "table": MatrixPlace(9000, INT4[1:]),
-    "up": MatrixPlace(4000, INT4),
-}
+UP = MatrixPlace(4000, INT4)
+PLACES = {"down": UP, "table": MatrixPlace(9000, INT4[1:]), "up": UP}
 COSTS = {("down", "int4"): 50e-4, ("up", "int4"): 3e-4, ("up", "int8"): 1e-4}
 
 

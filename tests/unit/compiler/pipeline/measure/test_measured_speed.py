@@ -1,7 +1,5 @@
 """Costs of an encoder's programs, which choose buckets."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace as Stub
@@ -10,57 +8,44 @@ import pytest
 
 from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.pipeline.measure import measured_speed
+from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.store.store_interface import Key
 
 
-class Worker:
-    """A worker that takes so many microseconds for the first program, twice as many for the next, ..."""
-
-    def __init__(self, speed):
-        self.speed, self.asked = speed, []
-
-    def __call__(self, *_):
-        return nullcontext(self)
-
-    def measure(self, requests, *_):
-        self.asked += [request["executable"] for request in requests]
-        return [self.speed * (place + 1) for place in range(len(requests))]
+def executable(name):
+    return Stub(
+        spec=Stub(kind="layer", name=name),
+        job=Stub(key=Key("compile", name, (("name", name),))),
+        compiled=Stub(executable=Stub(digest=name)),
+        lowered=Stub(weight_sets={}, weights=(), arguments=(), estimated_microseconds=7),
+    )
 
 
 @pytest.fixture
 def costs_of(tmp_path, monkeypatch):
-    """Return the costs of programs by name, on a machine of a speed, and the programs that it measured."""
-    store = DirectoryStore.open(tmp_path / "cache")
-    progress = Stub(phase=lambda text: nullcontext())
+    """Return the costs of programs by name, and the programs that were measured.
+
+    The first takes the machine's speed in microseconds, the next twice as long, and so on.
+    """
     monkeypatch.setattr(measured_speed, "requirement_of", lambda *_: None)
     monkeypatch.setattr(measured_speed, "compare", lambda *_: Stub(matches=True))
+    services = Stub(progress=Quiet(), jobs=Stub(wait=lambda: None), timeout_seconds=9)
+    services.store = DirectoryStore.open(tmp_path / "cache")
+    tools = Stub(name="cpu-host", toolchain=Stub(target=Stub(platform="cpu")))
+    manifest, weights = Stub(encode=True), Stub(content=Path("w"))
 
     def costs(names, speed, measure=None, shard=None):
-        worker = Worker(speed)
-        monkeypatch.setattr(measured_speed, "WorkerProcess", worker)
-        executables = [
-            Stub(
-                spec=Stub(kind="layer", name=name),
-                job=Stub(key=Key("compile", name, (("name", name),))),
-                compiled=Stub(executable=Stub(digest=name)),
-                lowered=Stub(weight_sets={}, weights=(), arguments=(), estimated_microseconds=7),
-            )
-            for name in names
-        ]
-        tools = Stub(name="cpu-host", toolchain=Stub(target=Stub(platform="cpu")))
-        target = Stub(tools=tools, library=None, executables=executables, results=())
-        services = Stub(
-            store=store,
-            progress=progress,
-            jobs=Stub(wait=lambda: None),
-            timeout_seconds=9,
-            measure=measure,
-            shard=shard,
-        )
-        manifest = Stub(encode=True)
-        found = measured_speed.measure_costs(manifest, [target], Stub(content=Path("w")), services)
-        return {name: cost for (name, _), cost in found.items()}, worker.asked
+        def timed(requests, *_):
+            asked.extend(request["executable"] for request in requests)
+            return [speed * (place + 1) for place in range(len(requests))]
+
+        asked, worker = [], nullcontext(Stub(measure=timed))
+        monkeypatch.setattr(measured_speed, "WorkerProcess", lambda *_: worker)
+        services.measure, services.shard = measure, shard
+        target = Stub(tools=tools, library=None, executables=[*map(executable, names)], results=())
+        found = measured_speed.measure_costs(manifest, [target], weights, services)
+        return {name: cost for (name, _), cost in found.items()}, asked
 
     return costs
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from tests.manifests import functions_manifest
 
 import prejit.runtime
 from prejit.compiler import BuildError, ManifestError, Program, ProgramCheck, build, read_manifest
@@ -13,10 +14,6 @@ from prejit.compiler.pipeline.measure import golden_answers
 from prejit.compiler.pipeline.measure.reference_checks import SOURCE
 from prejit.compiler.pipeline.pack.user_sources import manifest_sources
 from prejit.runtime.cli.commands import run
-
-ARGS = {"x": "float32[{batch}, 8]"}
-BUCKETS = {"batch": [1, 4]}
-
 
 W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
@@ -33,8 +30,8 @@ def reference(params, x, *, scale=1):
 @pytest.fixture
 def make(build_cache, tmp_path):
     def make(check, **more):
-        options = {"params": {"w": W}, "args": ARGS, "buckets": BUCKETS, **more}
-        program = Program("score", fn=score, check=check, **options)
+        sizes = {"args": {"x": "float32[{batch}, 8]"}, "buckets": {"batch": [1, 4]}}
+        program = Program("score", fn=score, check=check, params={"w": W}, **sizes, **more)
         return build([program], tmp_path, name="checked", cache=build_cache, quiet=True).path
 
     return make
@@ -122,18 +119,9 @@ def test_files_have_arguments_of_their_own_and_must_fit(make, tmp_path):
             make(ProgramCheck(files=(file,)))
 
 
-TOML = """
-[bundle]
-name = "b"
-[[program]]
-name = "score"
-function = "model:score"
-args = { x = "float32[8]" }
-[program.check]
-%s
-[[target]]
-name = "cpu-host"
-"""
+def written(directory, check):
+    keys = 'function = "model:score"; args = { x = "float32[8]" }\n[program.check]\n'
+    return functions_manifest(directory / "b.toml", {"score": keys + check})
 
 
 def test_mistakes_of_a_manifest_are_named(tmp_path):
@@ -145,9 +133,8 @@ def test_mistakes_of_a_manifest_are_named(tmp_path):
         ('function = "m:f"\ntolerance = nan', "expected a number between 0 and 1; found NaN"),
         ('function = "m:f"\nrtol = 1', "check.rtol: unknown key"),
     ):
-        (tmp_path / "b.toml").write_text(TOML % text)
         with pytest.raises(ManifestError) as error:
-            read_manifest(tmp_path / "b.toml")
+            read_manifest(written(tmp_path, text))
         assert "program[0].check" in str(error.value)
         assert problem in str(error.value)
 
@@ -156,8 +143,7 @@ def test_mistakes_of_a_manifest_are_named(tmp_path):
 def test_a_manifest_names_a_function_of_its_own_module(tmp_path, build_cache):
     (tmp_path / "model.py").write_text("def score(x):\n    return x * 2\n")
     (tmp_path / "expected.py").write_text("def double(x):\n    return x + x\n")
-    (tmp_path / "b.toml").write_text(TOML % 'function = "expected:double"')
-    manifest = read_manifest(tmp_path / "b.toml")
+    manifest = read_manifest(written(tmp_path, 'function = "expected:double"'))
     sources = {source.name for source in manifest_sources(manifest)}
     assert sources == {"model.py", "expected.py"}
     path = build(manifest, tmp_path, cache=build_cache, quiet=True).path
