@@ -46,11 +46,7 @@ def test_other_spellings_and_types_are_rejected(content, complaint):
 def test_a_size_is_plainly_an_integer_and_null_and_floats_are_never_written():
     content = to_json(Descriptor("type", "digest", 55555))
     assert from_json(Descriptor, content, PATH).size == 55555
-    for number in (
-        *["true", "1.0", "1e3", "-0", "01", "NaN", "Infinity", "null"],
-        '"1"',
-        "9" * 5000,
-    ):
+    for number in ("true", "1.0", "1e3", "-0", "01", "NaN", "Infinity", "null", '"1"', "9" * 5000):
         with pytest.raises(RejectError):
             from_json(Descriptor, content.replace(b"55555", number.encode()), PATH)
     assert b"annotations" not in content

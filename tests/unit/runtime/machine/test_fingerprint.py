@@ -45,9 +45,8 @@ def test_mismatches_are_named_at_once_flag_by_flag():
     other = Fingerprint("tpu", "aarch64", ("avx",), "1", "", 1, 1)
     needs = dataclasses.replace(NEEDS, cpu_features=("avx", "gfni", "bmi2"))
     verdict = compare("t", needs, other)
-    assert [axis.name for axis in verdict.mismatches] == [
-        *("platform", "architecture", "cpu_features", "jaxlib")
-    ]
+    names = [axis.name for axis in verdict.mismatches]
+    assert names == ["platform", "architecture", "cpu_features", "jaxlib"]
     assert verdict.mismatches[2].found == "all but bmi2 gfni"
     assert verdict.reason().count("; ") == 3
 

@@ -76,15 +76,10 @@ def rename_another_over(path):
     path.with_name("other").rename(path)
 
 
-CHANGES = (
-    write_and_set_times_back,
-    write_through_a_map,
-    rename_another_over,
-    lambda path: path.chmod(0o600),
-)
+CHANGES = (write_and_set_times_back, write_through_a_map, rename_another_over)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [*CHANGES, lambda path: path.chmod(0o600)])
 def test_a_receipt_ends_with_any_change(change, file):
     time.sleep(0.02)  # the kernel's clock for files may tick every 10 ms
     change(file)
