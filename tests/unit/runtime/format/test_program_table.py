@@ -40,6 +40,7 @@ from .forging import (
     in_little_memory,
     program,
     program_of,
+    refused,
     replaced,
 )
 
@@ -55,12 +56,6 @@ def check(changed, like=None):
 def rejected(config, change, complaint):
     changed = change(config)
     refused(lambda: check(changed, config), complaint)
-
-
-def refused(run, complaint):
-    with pytest.raises(RejectError, match=complaint) as caught:
-        run()
-    assert caught.value.path == PATH
 
 
 def on_devices(mesh, platform, count):

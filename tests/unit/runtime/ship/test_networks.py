@@ -131,7 +131,7 @@ def test_a_file_of_logins_that_is_damaged_is_named(content, said, tmp_path, monk
     assert raised.value.hint
 
 
-def test_a_helper_that_knows_no_login_and_one_that_fails(tmp_path, monkeypatch):
+def test_a_helper_that_knows_a_login_or_none_and_one_that_fails(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"credsStore": "tests"}')
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -147,3 +147,8 @@ def test_a_helper_that_knows_no_login_and_one_that_fails(tmp_path, monkeypatch):
         helper.chmod(0o755)
         with pytest.raises(StoreError, match=said) if said else contextlib.nullcontext():
             assert find_login("host", "demo") is None
+    monkeypatch.setattr(registry_login, "_HELPER_SECONDS", 60.0)
+    for user, identity in (("me", ""), ("<token>", "secret")):
+        helper.write_text(f'#!/bin/sh\necho \'{{"Username":"{user}","Secret":"secret"}}\'\n')
+        found = find_login("host", "demo")
+        assert (found.user, found.secret, found.identity) == (user, "secret", identity)
