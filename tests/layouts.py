@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ def blob(path: Path, digest: str) -> Path:
     return path / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
 
+def entries_of(path: Path) -> Any:
+    """The entries of `index.json`: the bundle, its targets, and what is attached."""
+    return json.loads((path / "index.json").read_bytes())["manifests"]
+
+
 def index_file(path: Path) -> Path:
-    root = json.loads((path / "index.json").read_bytes())
-    return blob(path, next(at["digest"] for at in root["manifests"] if at["mediaType"] == INDEX))
+    return blob(path, next(at["digest"] for at in entries_of(path) if at["mediaType"] == INDEX))
 
 
 def index_of(path: Path) -> Any:
@@ -84,6 +88,13 @@ def write_root(path: Path, entries: list[Any]) -> None:
     """Write an `index.json` with these entries, as a tool other than prejit writes it."""
     root = {"schemaVersion": 2, "mediaType": INDEX, "manifests": entries}
     (path / "index.json").write_text(json.dumps(root))
+
+
+def change_root(path: Path, change: Callable[[Any], object]) -> None:
+    """Change what `index.json` says, and keep its form."""
+    root = json.loads((path / "index.json").read_bytes())
+    change(root)
+    (path / "index.json").write_bytes(json.dumps(root, separators=(",", ":")).encode())
 
 
 def copy_with_layers(golden: Path, path: Path, contents: Mapping[str, bytes]) -> Path:

@@ -65,10 +65,10 @@ def test_a_closed_bundle_says_that_it_is_closed(decoder_dir):
         "encoder",
         "images",
         "has_chat_template",
-        "render_chat_template",
+        "finish",
     }
-    others |= {"runner_with_zeros", "check_finite", "timed_runner", "watch_runs", "finish"}
-    others |= {"hlo_modules"}
+    others |= {"render_chat_template", "runner_with_zeros", "check_finite", "timed_runner"}
+    others |= {"watch_runs", "hlo_modules"}
     assert {n for n in dir(Bundle) if not n.startswith("_")} == {*METHODS} | PROPERTIES | others
 
 

@@ -60,10 +60,6 @@ def nothing_runs(monkeypatch):
         monkeypatch.setattr(Device, name, reached)
 
 
-def names_the_file(error, file):
-    return error.path == str(file) and str(file) in str(error) and error.hint is not None
-
-
 @pytest.mark.parametrize("name", ["decoder", "kernels", "call"])
 def test_changes_in_every_file_are_rejected(name, tmp_path, nothing_runs):
     """Tokenizer, chat templates, generation config and kernels among them, which are read long after load."""
@@ -87,7 +83,9 @@ def test_changes_in_every_file_are_rejected(name, tmp_path, nothing_runs):
             with changed(file, damaged):
                 with pytest.raises(RejectError) as caught:
                     load(path, fingerprint=machine)
-            assert names_the_file(caught.value, file)
+            assert caught.value.path == str(file)
+            assert str(file) in str(caught.value)
+            assert caught.value.hint is not None
 
 
 def block_lost(content, generator):
@@ -101,11 +99,6 @@ DAMAGES = (
     lambda content, generator: content + generator.randbytes(60),
     block_lost,
 )
-
-
-def other_bytes(content):
-    """As many bytes, all of them others: what nobody would take for the same file."""
-    return bytes(255 - byte for byte in content)
 
 
 @pytest.mark.parametrize("receipts", [False, True])
@@ -123,7 +116,7 @@ def test_files_replaced_after_the_check_are_not_used(receipts, bundle_dir, recip
         opened.verification.finish()
         for file in sorted((bundle_dir / "blobs" / "sha256").iterdir()):
             aside = file.with_name("aside")
-            aside.write_bytes(other_bytes(file.read_bytes()))
+            aside.write_bytes(bytes(255 - byte for byte in file.read_bytes()))
             aside.replace(file)
 
     monkeypatch.setattr(blobs.Blobs, "begin", then_replace)

@@ -80,14 +80,10 @@ def test_a_mismatch_warns_of_its_axis_and_is_counted_and_told_once(settled_dir):
     for name in ("cpu_features", "jaxlib"):
         assert fallback_counts()[name] == before.get(name, 0) + 1
     before = fallback_counts()
-    load(settled_dir, on_fallback=lambda axis: pytest.fail(str(axis)))
+    unheard = {"on_mismatch": "error", "on_fallback": lambda axis: pytest.fail(str(axis))}
+    load(settled_dir, **unheard)
     with pytest.raises(MismatchError):
-        load(
-            settled_dir,
-            fingerprint=v2_machine(),
-            on_mismatch="error",
-            on_fallback=lambda axis: pytest.fail(str(axis)),
-        )
+        load(settled_dir, fingerprint=v2_machine(), **unheard)
     assert fallback_counts() == before
     with pytest.raises(FallbackWarning):  # its warning is an error here, and it counts
         load(settled_dir, fingerprint=v2_machine())

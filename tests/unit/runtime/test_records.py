@@ -73,15 +73,9 @@ def test_they_do_what_those_of_the_standard_library_do(options, given, named):
                 lambda: kind.replace(point, x=7).x,
                 lambda: dataclasses.replace(point, x=13),
                 lambda: dataclasses.asdict(point),
-                lambda: [
-                    (each.name, each.type, dict(each.metadata)) for each in kind.fields(point)
-                ],
+                lambda: [(one.name, one.type, dict(one.metadata)) for one in kind.fields(point)],
                 lambda: [each.name for each in records.fields(cls)],
-                lambda: (
-                    records.is_dataclass(point),
-                    records.is_dataclass(cls),
-                    records.is_dataclass(3),
-                ),
+                lambda: [records.is_dataclass(each) for each in (point, cls, 3)],
                 lambda: copy.copy(point) == point == copy.deepcopy(point),
                 changed,
                 removed,
@@ -94,7 +88,7 @@ def test_they_do_what_those_of_the_standard_library_do(options, given, named):
 
 def test_errors_name_the_argument():
     with pytest.raises(
-        TypeError, match=r"Point.__init__\(\) missing 1 required positional argument: 'x'"
+        TypeError, match=r"Point.__init__\(\) missing 1 .* positional argument: 'x'"
     ):
         Frozen()
     with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
@@ -110,11 +104,8 @@ class More(Frozen):
     z: int = 0
 
 
-def test_a_dataclass_of_the_standard_library_may_inherit_from_one():
+def test_they_pickle_and_a_dataclass_of_the_standard_library_may_inherit_from_one():
+    assert pickle.loads(pickle.dumps(Frozen(1, 3))) == Frozen(1, 3)
     more = More(1, z=4)
     assert (more.sum(), more, more == More(1)) == (3, copy.copy(more), False)
     assert [each.name for each in records.fields(more)] == ["x", "y", "tags", "z"]
-
-
-def test_they_pickle():
-    assert pickle.loads(pickle.dumps(Frozen(1, 3))) == Frozen(1, 3)

@@ -56,17 +56,3 @@ def test_a_removed_file_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(written_files.fcntl, "flock", lock_after_a_removal)
     write_file(tmp_path / "file", b"whole")
     assert (tmp_path / "file").read_bytes() == b"whole"
-
-
-def test_a_file_has_its_permissions_when_it_gets_its_name(tmp_path, monkeypatch):
-    def killed(directory):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(written_files, "sync_directory", killed)
-    before = os.umask(0)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            write_file(tmp_path / "file", b"secret", mode=0o600)
-    finally:
-        os.umask(before)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

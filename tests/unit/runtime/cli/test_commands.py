@@ -1,6 +1,7 @@
 """The command line of the server side: what scripts parse, exit codes, and errors that help."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -227,17 +228,13 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_a_full_disk_is_told(settled
     read, write = os.pipe()
     os.close(read)  # gone before it begins
     try:
-        done = subprocess.run(
-            command, shell=True, stdout=write, stderr=subprocess.PIPE, check=False
-        )
+        done = subprocess.run(command, shell=True, stdout=write, stderr=subprocess.PIPE)
     finally:
         os.close(write)
     assert done.stderr == b""
     assert done.returncode == 141
-    full, closed = (
-        subprocess.run(f"{command} {to}", shell=True, capture_output=True, check=False)
-        for to in (">/dev/full", ">&-")
-    )
+    run = functools.partial(subprocess.run, shell=True, capture_output=True)
+    full, closed = run(f"{command} >/dev/full"), run(f"{command} >&-")
     assert full.returncode not in (0, 120)
     assert b"No space left" in full.stderr
     assert b"Traceback" not in full.stderr

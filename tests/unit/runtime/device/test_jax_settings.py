@@ -112,23 +112,6 @@ def test_the_defaults_are_those_of_this_jax(run_python):
     )
 
 
-def test_a_process_without_jax_has_no_settings(path, run_python):
-    run_python(
-        "import os, sys, numpy as np\n"
-        "from prejit.runtime import UsageError, load\n"
-        "bundle, x = load(sys.argv[1], on_mismatch='error'), np.ones(4, 'f')\n"
-        "for _ in range(2): bundle.call('noisy', x=x)\n"
-        "assert 'jax' not in sys.modules\n"
-        "import jax\n"
-        "for _ in range(2): bundle.call('noisy', x=x)\n"
-        "jax.config.update('jax_enable_x64', True)\n"
-        "try: bundle.call('noisy', x=x)\n"
-        "except UsageError: sys.exit()\n"
-        "assert False\n",
-        path,
-    )
-
-
 def test_each_context_of_the_user_has_a_name(monkeypatch):
     from jax._src import config
 

@@ -220,12 +220,9 @@ def test_a_library_without_a_symbol_or_system_without_memfd_is_told(toy_library,
 def test_what_is_loaded_cannot_be_changed_and_has_its_exports(toy_library):
     descriptor = kernels._memory_file(toy_library[1], "test")
     try:
-        for change in (
-            lambda: os.pwrite(descriptor, b"x", 0),
-            lambda: os.ftruncate(descriptor, 10),
-        ):
+        for change, *given in ((os.pwrite, b"x", 0), (os.ftruncate, 10)):
             with pytest.raises(PermissionError):
-                change()
+                change(descriptor, *given)
         assert os.pread(descriptor, 1 << 20, 0) == toy_library[1]
     finally:
         os.close(descriptor)

@@ -134,9 +134,8 @@ def test_a_pair_or_a_sentence_without_a_token_or_with_none_that_exists_is_refuse
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = Tokenizer(library.to_str().encode(), "tokenizer.json")
     text = SimpleNamespace(need_tokenizer=lambda: tokenizer)
-    config = SimpleNamespace(
-        scores="identity", vocab_size=2, segments=None, template=None, instruction=None, unread=None
-    )
+    none = dict.fromkeys(("segments", "template", "instruction", "unread"))
+    config = SimpleNamespace(scores="identity", vocab_size=2, **none)
     encoder = SimpleNamespace(encoder=config, max_tokens=8)
     assert tokenize_pairs(encoder, text, "", ["a"], "error").ids == [[0]]
     with pytest.raises(UsageError, match="expected at least one token in sentence 1, found none"):

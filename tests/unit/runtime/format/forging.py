@@ -18,6 +18,12 @@ PATH = "somewhere/blob"
 SCORE = "score/b2"
 
 
+def refused(run, complaint):
+    with pytest.raises(RejectError, match=complaint) as caught:
+        run()
+    assert caught.value.path == PATH
+
+
 def reject(path, complaint):
     with pytest.raises(RejectError, match=complaint) as caught:
         load(path).prepare()

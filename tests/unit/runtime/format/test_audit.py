@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
-from tests.layouts import blob, subject_of
+from tests.layouts import blob, change_root, entries_of, subject_of
 from tests.signers import signer
 
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
@@ -63,16 +63,6 @@ def rejected(path, file=None):
 def still_loads(path):
     with load(path) as loaded:
         assert np.isfinite(loaded.call("score", x=X)).all()
-
-
-def index_of_root(path):
-    return json.loads((path / "index.json").read_bytes())["manifests"]
-
-
-def rewritten(path, change):
-    root = json.loads((path / "index.json").read_bytes())
-    change(root)
-    (path / "index.json").write_text(json.dumps(root, separators=(",", ":")))
 
 
 def test_a_sound_bundle_is_refused_or_other_spaces_pass(bundle):
@@ -134,7 +124,7 @@ def test_an_index_json_of_another_form_is_called_what_it_is(bundle):
     ):
         with Layout(bundle) as layout:
             root, found = read_root(layout), attached(bundle)
-            rewritten(bundle, change)
+            change_root(bundle, change)
             with pytest.raises(RejectError, match=said):
                 check_index_file(layout, root, found)
         (bundle / "index.json").write_bytes(whole)
@@ -143,8 +133,8 @@ def test_an_index_json_of_another_form_is_called_what_it_is(bundle):
 @pytest.mark.parametrize("kind", [PARTS, STATEMENT])
 def test_a_bundle_needs_what_its_build_attached(kind, bundle):
     def detach(kind):
-        kept = [at for at in index_of_root(bundle) if at.get("artifactType") != kind]
-        rewritten(bundle, lambda root: root.update(manifests=kept))
+        kept = [at for at in entries_of(bundle) if at.get("artifactType") != kind]
+        change_root(bundle, lambda root: root.update(manifests=kept))
         remove_abandoned(bundle)
 
     detach(SIGNATURE)
@@ -183,10 +173,10 @@ def test_what_refers_to_another_bundle_is_rejected(bundle):
         blob(copy, at.digest).unlink()
         blob(copy, digest).write_bytes(content)
         name = {"org.opencontainers.image.ref.name": f"attached-{digest[7:19]}"}
-        entries = index_of_root(copy)
+        entries = entries_of(copy)
         [entry] = [each for each in entries if each.get("artifactType") == "text/x"]
         entry |= {"digest": digest, "size": len(content), "annotations": name}
-        rewritten(copy, lambda root, entries=entries: root.update(manifests=entries))
+        change_root(copy, lambda root, entries=entries: root.update(manifests=entries))
         assert complaint in str(rejected(copy, blob(copy, digest)))
 
 
@@ -204,7 +194,7 @@ def test_a_signature_by_an_older_cosign_is_checked_as_all_else(bundle, damage):
     media_type = "application/vnd.oci.image.manifest.v1+json"
     manifest = {"schemaVersion": 2, "config": config, "layers": [layer]}
     tagged = written(media_type, json.dumps(manifest).encode())
-    entries = [*index_of_root(bundle), {**tagged, "annotations": {"tag": "sha256-0.sig"}}]
+    entries = [*entries_of(bundle), {**tagged, "annotations": {"tag": "sha256-0.sig"}}]
     (bundle / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": entries}))
     if not damage:
         assert audited(bundle).attached_count

@@ -110,12 +110,7 @@ def test_a_library_is_read_in_no_time_or_not(name):
 
 @pytest.mark.parametrize("axis", ["jaxlib", "cuda", "driver"])
 def test_a_version_is_refused_in_no_time(axis):
-    for text in (
-        "1" + ".1" * 20000 + "!",
-        "1." * 20000 + "!",
-        "1" * 40000 + "!",
-        "1" + ".a+" * 9000,
-    ):
+    for text in ("1" + ".1" * 9999 + "!", "1." * 9999 + "!", "1" * 40000 + "!", "1" + ".a+" * 9999):
         plain = {"architecture": "x86_64", "cpu_features": [], "platform": "cpu", "jaxlib": "1"}
         with in_no_time(), pytest.raises(RejectError, match=f"{axis}: expected the form"):
             from_json(Requirement, to_json({**plain, axis: text}), PATH)

@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,11 +47,9 @@ def test_the_functions_of_the_rules_are_those_that_have_their_numbers():
 
 def order_of(run, rules):
     """The numbers of rules, as functions of theirs are first called while something runs."""
-    rows = {
-        function_of(name).__code__: place
-        for place, rule in enumerate(rules)
-        for name in rule["functions"]
-    }
+    rows = dict[Any, int]()
+    for place, rule in enumerate(rules):
+        rows |= {function_of(name).__code__: place for name in rule["functions"]}
     found = dict[int, None]()
 
     def watch(frame, event, _):

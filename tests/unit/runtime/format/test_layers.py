@@ -51,6 +51,7 @@ from .forging import (
     in_little_memory,
     program,
     program_of,
+    refused,
     reject,
     replaced,
 )
@@ -146,10 +147,7 @@ def lying(raw, said):
     ],
 )
 def test_9_a_frame_that_is_not_what_its_segment_says_is_rejected(frame, changes, complaint):
-    segment = segment_of(frame, **changes)
-    with pytest.raises(RejectError, match=complaint) as caught:
-        unpack(frame, segment, PATH)
-    assert caught.value.path == PATH
+    refused(lambda: unpack(frame, segment_of(frame, **changes), PATH), complaint)
 
 
 def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir, recipe):
@@ -320,9 +318,7 @@ def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape()
 )
 def test_10_a_header_that_lies_is_rejected(header, complaint):
     content = header if isinstance(header, memoryview) else safetensors(header)
-    with pytest.raises(RejectError, match=complaint) as caught:
-        check_weights(content, PATH)
-    assert caught.value.path == PATH
+    refused(lambda: check_weights(content, PATH), complaint)
 
 
 @settings(max_examples=examples(40, 150), deadline=None)
@@ -351,7 +347,7 @@ def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe, tmp_path):
     reject(path, "weight set 'score': no tensor 'score:bias'")
 
 
-def test_10_weights_that_the_mesh_cannot_split_are_rejected(recipe, tmp_path):
+def test_10_weights_that_the_mesh_cannot_split_are_rejected(recipe):
     shapes = {"score:bias": (4,), "score:kernel": (16, 4)}
     config = recipe.targets[0].config
     even = {"score:bias": "data", "score:kernel": "tensor,data"}
@@ -367,9 +363,6 @@ def test_10_weights_that_the_mesh_cannot_split_are_rejected(recipe, tmp_path):
         forged = dataclasses.replace(config, mesh=Mesh(2, 3), weight_shardings={name: sharding})
         with pytest.raises(RejectError, match=complaint):
             check_weight_sets(forged, shapes, PATH)
-    path = recipe.only(config.target).configured(lambda _: forged).write(tmp_path / "b")
-    weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
-    assert reject(path, complaint).path.endswith(weights.removeprefix("sha256:"))
 
 
 @pytest.mark.parametrize(
@@ -384,6 +377,4 @@ def test_10_weights_that_the_mesh_cannot_split_are_rejected(recipe, tmp_path):
     ],
 )
 def test_11_chat_templates_that_are_none_are_rejected(content, complaint):
-    with pytest.raises(RejectError, match=complaint) as caught:
-        check_chat(content, PATH)
-    assert caught.value.path == PATH
+    refused(lambda: check_chat(content, PATH), complaint)

@@ -25,6 +25,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
+    WEIGHTS_MEDIA_TYPE,
 )
 
 from .forging import PATH, reject
@@ -181,6 +182,7 @@ LARGE_CHAT = {"mediaType": CHAT_MEDIA_TYPE, "size": limits.MAX_CHAT_BYTES + 1}
         (lambda m: m["layers"].remove(layer_of(m, PORTABLE_MEDIA_TYPE)), "layer .*stablehlo"),
         (lambda m: m["layers"][1].update(digest="sha256:x"), "expected a sha256 digest"),
         (lambda m: m["layers"][0].update(LARGE_CHAT), "at most 4194304 bytes, found 4194305"),
+        (lambda m: layer_of(m, WEIGHTS_MEDIA_TYPE).update(size=(1 << 50) + 1), f"most {1 << 50} "),
     ],
 )
 def test_6_a_wrong_manifest(change, complaint, recipe, tmp_path):

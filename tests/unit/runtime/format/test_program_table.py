@@ -40,6 +40,7 @@ from .forging import (
     in_little_memory,
     program,
     program_of,
+    refused,
     replaced,
 )
 
@@ -55,12 +56,6 @@ def check(changed, like=None):
 def rejected(config, change, complaint):
     changed = change(config)
     refused(lambda: check(changed, config), complaint)
-
-
-def refused(run, complaint):
-    with pytest.raises(RejectError, match=complaint) as caught:
-        run()
-    assert caught.value.path == PATH
 
 
 def on_devices(mesh, platform, count):
@@ -168,10 +163,7 @@ WRONG = {
         (program(DECODE, kind="layer"), "expected 'encoder' in the config"),
         (program(DECODE, bucket={}), f"{DECODE}: bucket: .* found nothing"),
         (program(DECODE, bucket={"batch": 0, "context": 32}), "batch: expected 1 to 65536, found"),
-        (
-            program(DECODE, bucket={"batch": 2, "context": 1 << 31}),
-            "to 2147483647, found 214748364",
-        ),
+        (program(DECODE, bucket={"batch": 2, "context": 1 << 31}), "to 2147483647, found 2147"),
         (program(DECODE, cost_microseconds=-1), "cost_microseconds: expected 0 or"),
         (program(DECODE, weights=None), f"{DECODE}: expected 'weights'"),
         (doubled(DECODE), "another: expected one decode program of its bucket"),
@@ -293,7 +285,9 @@ def test_7_and_10_prejit_verify_reads_what_load_puts_off(change, recipe, tmp_pat
     assert "error[" in capsys.readouterr().err
 
 
-KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in (0, 1))
+KEYS, VALUES, THIRD = (
+    f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in range(3)
+)
 SOURCE = '["source"] int32[1,1] ~batch,source'
 
 
@@ -323,11 +317,7 @@ FORGED = [
         *(("decoder", {"cache": [KEYS, values]}, complaint) for values, complaint in FORGED),
         ("decoder", {"cache": []}, "decoder: cache: expected 1 to 16384 arrays, found 0"),
         ("decoder", {"cache": [KEYS]}, r"c16: arguments\[16\]: expected nothing, found"),
-        (
-            "decoder",
-            {"cache": [KEYS, VALUES, KEYS.replace(",0]", ",2]")]},
-            "expected .*0,2.* found nothing",
-        ),
+        ("decoder", {"cache": [KEYS, VALUES, THIRD]}, "expected .*0,2.* found nothing"),
         ("decoder", {"cache": KEYS}, "decoder.cache: expected a list"),
         ("decoder", {"source": SOURCE}, "expected encode programs for the source"),
         ("reader", {"source": None}, f"{READ}: expected 'source' in the decoder, found none"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tests.extent import examples
-from tests.layouts import INDEX, blob, index_file, write_root
+from tests.layouts import INDEX, blob, change_root, entries_of, index_file, write_root
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
@@ -32,10 +32,6 @@ def rejected(path, complaint):
     return caught.value
 
 
-def entries(path):
-    return json.loads((path / "index.json").read_bytes())["manifests"]
-
-
 def names(root):
     return [(at.annotations or {})[REF_NAME] for at in root.bundle.manifests]
 
@@ -47,6 +43,8 @@ def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir):
     assert (root.subject.digest, root.subject.size) == (root.digest, len(content))
     assert root.path == str(index_file(bundle_dir))
     assert names(root) == ["cpu-host", "cpu-x86-64-v3"]
+    listed = [at["annotations"][REF_NAME] for at in entries_of(bundle_dir)[1:]]
+    assert listed == names(root), "tools copy a target by its name"
     assert root.others == ()
     (bundle_dir / "index.json").write_bytes(content)
     root = root_of(bundle_dir)
@@ -84,7 +82,7 @@ def as_skopeo(path, found):
 )
 def test_whoever_writes_it_it_is_the_same(write, bundle_dir):
     before = root_of(bundle_dir)
-    write(bundle_dir, entries(bundle_dir))
+    write(bundle_dir, entries_of(bundle_dir))
     after = root_of(bundle_dir)
     assert (after.digest, after.bundle) == (before.digest, before.bundle)
     assert load(bundle_dir).digest == before.digest
@@ -98,7 +96,7 @@ def test_whoever_writes_it_it_is_the_same(write, bundle_dir):
 def test_a_pull_of_one_target_keeps_the_name_of_the_bundle(bundle_dir):
     """The index has both targets, index.json one, and only its files are there."""
     digest = load(bundle_dir).digest
-    bundle, *targets = entries(bundle_dir)
+    bundle, *targets = entries_of(bundle_dir)
     [gone] = [each for each in targets if each["annotations"][REF_NAME] == "cpu-host"]
     manifest = json.loads(blob(bundle_dir, gone["digest"]).read_bytes())
     blob(bundle_dir, manifest["config"]["digest"]).unlink()
@@ -139,9 +137,7 @@ def test_a_pull_of_one_target_keeps_the_name_of_the_bundle(bundle_dir):
     ],
 )
 def test_an_index_json_that_leads_to_no_bundle_is_rejected(change, complaint, bundle_dir):
-    root = json.loads((bundle_dir / "index.json").read_bytes())
-    change(root)
-    (bundle_dir / "index.json").write_text(json.dumps(root))
+    change_root(bundle_dir, change)
     rejected(bundle_dir, complaint)
 
 
@@ -149,12 +145,12 @@ def test_two_bundles_or_another_format_are_rejected(bundle_dir, make_recipe, tmp
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     for file in (other / "blobs" / "sha256").iterdir():
         (bundle_dir / "blobs" / "sha256" / file.name).write_bytes(file.read_bytes())
-    write_root(bundle_dir, [*entries(bundle_dir)[:1], *entries(other)[:1]])
+    write_root(bundle_dir, [*entries_of(bundle_dir)[:1], *entries_of(other)[:1]])
     error = rejected(bundle_dir, "expected one bundle, found 2: sha256:")
     assert "a directory of its own" in (error.hint or "")
     newer = recipe.only("cpu-host").configured(lambda config: replace(config, format=2))
     path = newer.write(tmp_path / "b")
-    write_root(path, entries(path)[1:])
+    write_root(path, entries_of(path)[1:])
     assert "upgrade" in (rejected(path, "expected bundle format 1, found '2'").hint or "")
 
 
@@ -166,7 +162,7 @@ def test_entries_of_others_are_no_bundle_and_not_read_without_end(bundle_dir):
         return {"mediaType": media_type, "digest": digest_of(content), "size": len(content)}
 
     large = [added(INDEX, b"%d" % number + b" " * ((1 << 20) - 1)) for number in range(5)]
-    write_root(bundle_dir, [*large, *entries(bundle_dir)])
+    write_root(bundle_dir, [*large, *entries_of(bundle_dir)])
     rejected(bundle_dir, "expected at most 4194304 bytes of indexes")
     other = to_json({"schemaVersion": 2, "mediaType": MANIFEST_MEDIA_TYPE})
     write_root(bundle_dir, [added(MANIFEST_MEDIA_TYPE, other)])

@@ -41,10 +41,8 @@ def test_the_host_copies_the_positions_that_count(bundle):
 
 def test_the_host_copies_an_array_of_one_value_for_each_row(bundle):
     """An encoder-decoder has one: how long each source is."""
-    device, layout = (
-        bundle.decoder.device,
-        (Array(("cache", 0), "int32", (1,), variables=("batch",)),),
-    )
+    device = bundle.decoder.device
+    layout = (Array(("cache", 0), "int32", (1,), variables=("batch",)),)
     given, held = (device.copy(np.array(values, np.int32)) for values in ([3, 4], [5, 6, 7]))
     host_caches.copy_rows(layout, [given], [held], {2: 0}, {2: 9})
     np.testing.assert_array_equal(to_numpy(held), [5, 6, 3])

@@ -55,11 +55,8 @@ def test_options_are_typed_published_flags_and_checked():
 @pytest.mark.parametrize(
     ("step_seconds", "most", "steps"),
     [
-        (CALL_SECONDS / 4.5, 16, 4),
-        (CALL_SECONDS / 100, 16, 16),
-        (CALL_SECONDS * 3, 16, 1),
-        (0.0, 16, 16),
-        (CALL_SECONDS, 1, 1),
+        *((CALL_SECONDS / 4.5, 16, 4), (CALL_SECONDS / 100, 16, 16), (CALL_SECONDS * 3, 16, 1)),
+        *((0.0, 16, 16), (CALL_SECONDS, 1, 1)),
     ],
 )
 def test_a_call_takes_the_steps_that_fit(step_seconds, most, steps):

@@ -110,6 +110,13 @@ def test_prompts_are_computed_together(wide_dir, monkeypatch):
         alone = Batch(wide.decoder, 1)
         alone.insert(one)
         assert ids(found[slot]) == ids(finish(alone)[0])
+    # They fill the smallest batch, however few positions are asked for; one alone would leave a row empty.
+    monkeypatch.setattr(wide.decoder, "batches", [2, 4])
+    batch = Batch(wide.decoder, 4)
+    assert (batch.call_for(7, 1, 1), batch.call_for(7, 3, 1)) == ((1, 10), (2, 10))
+    batch.begin(*(request(TEXT[n : n + 7], 2) for n in range(2)))
+    programs = {name for token in batch.step() for name in token.usage.programs}
+    assert programs == {"prefill/b2-t10-c24"}
 
 
 def test_slots_are_as_many_as_a_bucket_has_and_move_only_when_they_may(bundle):
@@ -221,19 +228,6 @@ def expected(bundle):
         return ids(finish(batch)[0])
 
     return find
-
-
-def test_prompts_fill_the_smallest_batch_however_few_positions_are_asked_for(wide_dir, monkeypatch):
-    """One prompt alone is computed in all of its rows."""
-    wide = load(wide_dir, on_mismatch="error")
-    wide.prepare()
-    monkeypatch.setattr(wide.decoder, "batches", [2, 4])
-    batch = Batch(wide.decoder, 4)
-    assert batch.call_for(7, 1, 1) == (1, 10)
-    assert batch.call_for(7, 3, 1) == (2, 10)
-    batch.begin(*(request(TEXT[n : n + 7], 2) for n in range(2)))
-    programs = {name for token in batch.step() for name in token.usage.programs}
-    assert programs == {"prefill/b2-t10-c24"}
 
 
 def test_a_prompt_is_cut_where_that_pads_less(wide_dir, monkeypatch):

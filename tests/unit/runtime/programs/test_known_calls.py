@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import DictKey, GetAttrKey
 from tests.extent import one_in
 
 from prejit.compiler import Program
@@ -93,13 +94,9 @@ def rebuilt(kind):
 
 
 jax.tree_util.register_pytree_node(Plain, lambda v: ((v.w,), v.k), rebuilt(Plain))
-for kind, key in (
-    (Attributes, jax.tree_util.GetAttrKey("w")),
-    (Mapped, jax.tree_util.DictKey("w")),
-):
-    jax.tree_util.register_pytree_with_keys(
-        kind, lambda v, key=key: (((key, v.w),), v.k), rebuilt(kind)
-    )
+for kind, key in ((Attributes, GetAttrKey("w")), (Mapped, DictKey("w"))):
+    parts = lambda v, key=key: (((key, v.w),), v.k)  # noqa: E731
+    jax.tree_util.register_pytree_with_keys(kind, parts, rebuilt(kind))
 
 
 class TaggedTuple(namedtuple("TaggedTuple", "w")):
@@ -200,6 +197,16 @@ def deleted():
 ONES, HALF = jnp.ones(2), jnp.ones(2, jnp.bfloat16)
 OF_NUMPY, OF_JAX = ({"a": TWO, "b": TWO},), ({"a": ONES, "b": ONES},)
 WRONG = {
+    "shape": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": TWO[:1]},), r"found float32\[1\]"),
+    "shape jax": (
+        "joined",
+        OF_JAX,
+        lambda: ({"a": ONES, "b": jnp.ones(3)},),
+        r"found float32\[3\]",
+    ),
+    "dtype": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": TWO.astype("f2")},), "found float16"),
+    "text": ("joined", OF_NUMPY, lambda: ("text",), "expected"),
+    "too many": ("joined", OF_NUMPY, lambda: (*OF_NUMPY, TWO), "unexpected 1"),
     "deleted": ("joined", OF_JAX, lambda: ({"a": ONES, "b": deleted()},), "deleted or donated"),
     "mask": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": np.ma.masked_array(TWO)},), "a mask"),
     "bytes": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": TWO.astype(">f4")},), "found >f4"),

@@ -278,19 +278,8 @@ def labelled(k):
         (with_attribute(2.0), with_attribute(5.0)),
         (with_a_cell(True), with_a_cell(False)),
         (type(None), type(...)),
-        *(
-            (kind(2.0), kind(5.0))
-            for kind in (
-                ByIdentity,
-                ByOwnRule,
-                NotCompared,
-                Derived,
-                NoState,
-                Reduced,
-                labelled,
-                in_itself,
-            )
-        ),
+        *((kind(2.0), kind(5.0)) for kind in (ByIdentity, ByOwnRule, NotCompared, Derived)),
+        *((kind(2.0), kind(5.0)) for kind in (NoState, Reduced, labelled, in_itself)),
     ],
 )
 def test_no_part_of_a_constant_is_left_out(one, other):

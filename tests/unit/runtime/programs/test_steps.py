@@ -66,6 +66,8 @@ def test_a_state_whose_next_value_is_clear(name, bundle):
     ):
         for _ in range(3):
             step(**{"b": B}) if "a" in step.read() else step(B)
+        with pytest.raises(UsageError, match="missing"):  # not what came last
+            step()
         (state,) = step.read().values()
         np.testing.assert_array_equal(state, A + 3)
     found = bundle.call(f"repeated_{name}", a=A, b=B, repeat=3)

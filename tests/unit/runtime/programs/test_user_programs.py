@@ -107,11 +107,8 @@ def test_values_beyond_32_bits_are_refused(bundle, place, value):
 
 def test_with_64_bits_no_array_becomes_narrower(build_programs):
     with jax.enable_x64(True):
-        programs = [
-            Program("wide", fn=jnp.sum, args=[X]),
-            Program("narrow", fn=jnp.sum, args=["float32[4, 3]"]),
-        ]
-        bundle = load(build_programs(programs))
+        given = {"wide": X, "narrow": "float32[4, 3]"}
+        bundle = load(build_programs([Program(n, jnp.sum, [x]) for n, x in given.items()]))
         found, expected = bundle.call("wide", X), jax.jit(jnp.sum)(X)
         assert found.dtype == expected.dtype == "float64"
         np.testing.assert_allclose(found, expected, rtol=1e-12)

@@ -44,10 +44,7 @@ OTHER_FLAGS = differing(T.XLA_FLAGS, T.COMPILE_OPTIONS, **{"XLA flags": "--xla_x
 NO_NAME = replace(FOUND, name="jit_other")
 CAUSES = [
     (OTHER_SHAPE, f"arguments: {SHAPES} | (float32[16]) => record this run too"),
-    (
-        ANOTHER,
-        "computation: another program of these arguments | this one => a static argument, or",
-    ),
+    (ANOTHER, "computation: another program of these arguments | this one => a static argument"),
     (OTHER_JAXLIB, "jaxlib: 1.2.3 | 4.5.6 => install jaxlib 1.2.3"),
     (OTHER_FLAGS, "XLA flags: none | --xla_x=1 => set XLA_FLAGS"),
     (differing(T.COMPILE_OPTIONS, device_count="2"), "device count: 1 | 2 => as many devices"),

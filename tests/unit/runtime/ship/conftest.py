@@ -1,5 +1,8 @@
 """A store of this machine for each test, a registry with golden bundles, and no pauses between attempts."""
 
+import base64
+import json
+
 import pytest
 from tests.fake_registry import fake_registry
 from tests.http_serving import QuietHandler, serving
@@ -24,6 +27,16 @@ def audited(path):
 
 def place_at(place):
     return open_repository(parse_reference(place))
+
+
+def keep(file, users, **more):
+    """Keep logins of places as docker and podman do, each of a user with the password `secret`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    logins = {
+        place: {"auth": base64.b64encode(f"{user}:secret".encode()).decode(), **more}
+        for place, user in users.items()
+    }
+    file.write_text(json.dumps({"auths": logins}))
 
 
 def answering(reply, *where):

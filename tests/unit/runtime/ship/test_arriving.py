@@ -42,9 +42,7 @@ def bundle_dir(build_programs):
         return (weights["rows"] @ x).sum()
 
     rows = {"early": np.full((ROWS, 4), 1, np.float32), "late": np.full((ROWS, 4), 2, np.float32)}
-    return build_programs(
-        [Program(n, total, args=[X], params={"rows": r}) for n, r in rows.items()]
-    )
+    return build_programs([Program(n, total, [X], params={"rows": r}) for n, r in rows.items()])
 
 
 class Sent:

@@ -19,8 +19,6 @@ from prejit.runtime.ship.mounted_forms import IMAGE, MODELPACK, form_of
 
 from .conftest import GOLDEN, audited, moved, place_at
 
-LAYER = "application/vnd.oci.image.layer.v1.tar"
-
 
 @pytest.fixture(autouse=True)
 def small_layers(monkeypatch):

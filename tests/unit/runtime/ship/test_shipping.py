@@ -2,12 +2,12 @@
 
 import contextlib
 import hashlib
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.fake_registry import fake_registry
+from tests.layouts import write_root
 from tests.store_servers import google_settings
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
@@ -17,7 +17,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
 
-from .conftest import GOLDEN, audited, moved, place_at
+from .conftest import GOLDEN, audited, keep, moved, place_at
 
 
 @pytest.fixture
@@ -111,13 +111,9 @@ def test_images_of_another_tool_are_not_removed(fleet, tmp_path):
     blob.parent.mkdir(parents=True)
     blob.write_bytes(image)
     (there / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
-    of_image = {
-        "mediaType": MANIFEST_MEDIA_TYPE,
-        "digest": f"sha256:{blob.name}",
-        "size": len(image),
-    }
-    index = json.dumps({"schemaVersion": 2, "manifests": [of_image]})
-    (there / "index.json").write_text(index)
+    digest = f"sha256:{blob.name}"
+    write_root(there, [{"mediaType": MANIFEST_MEDIA_TYPE, "digest": digest, "size": len(image)}])
+    index = (there / "index.json").read_text()
     with fake_registry() as registry:
         moved(fleet, f"oci://{registry.host}/fleet:v1")
         for source in (fleet, f"oci://{registry.host}/fleet:v1"):
@@ -125,7 +121,7 @@ def test_images_of_another_tool_are_not_removed(fleet, tmp_path):
                 moved(source, there)
     assert blob.read_bytes() == image
     assert (there / "index.json").read_text() == index
-    (there / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
+    write_root(there, [])
     moved(fleet, there)
     moved(GOLDEN / "call", there)  # a bundle in place of another
 
@@ -148,11 +144,8 @@ def test_tags_lead_to_bundles_and_are_removed(fleet):
 
 @pytest.fixture
 def log_in(tmp_path, monkeypatch):
-    """Keeps the login of a registry, as docker and podman do."""
-
     def log_in(registry):
-        logins = {"auths": {registry.host: {"auth": "bWU6c2VjcmV0"}}}
-        (tmp_path / "auth.json").write_text(json.dumps(logins))
+        keep(tmp_path / "auth.json", {registry.host: "me"})
         monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
 
     return log_in
