@@ -247,23 +247,14 @@ def test_a_client_that_leaves_cancels_its_call_and_one_that_takes_too_long_is_50
     models.close()
 
 
-def test_two_bundles_with_one_program_are_told_apart_by_their_names(bundle):
-    one, other = CallingEngine(bundle), CallingEngine(bundle)
-    models = Models(Served("one", bundle, one, 1), Served("other", bundle, other, 1))
-    with running(models, Settings()) as server:
-        assert infer(server, of()).status_code == 404  # which one is not clear
-        url = f"{server.url}/v2/models/other.score/infer"
-        assert httpx.post(url, json=of(), timeout=60).status_code == 200
-    models.close()
-    assert (len(one.clients), len(other.clients)) == (0, 1)
-
-
-def test_a_call_is_of_the_client_of_its_key_with_the_limits_of_that(bundle, tmp_path):
+def test_a_call_is_of_the_bundle_that_it_names_and_of_the_client_of_its_key(bundle, tmp_path):
     (tmp_path / "keys.txt").write_text("few: sk-few-000 waiting=1\n")
-    keys = Keys(tmp_path / "keys.txt")
-    models = Models(one := served(bundle))
-    with running(models, Settings(keys=keys)) as server:
-        assert infer(server, of(), {"Authorization": "Bearer sk-few-000"}).status_code == 200
+    models = Models(one := served(bundle, "one"), other := served(bundle, "other"))
+    key = {"Authorization": "Bearer sk-few-000"}
+    with running(models, Settings(keys=Keys(tmp_path / "keys.txt"))) as server:
+        assert infer(server, of(), key).status_code == 404  # which bundle's is not clear
+        url = f"{server.url}/v2/models/other.score/infer"
+        assert httpx.post(url, json=of(), headers=key, timeout=60).status_code == 200
     models.close()
-    [(client, limits)] = one.engine.clients
-    assert (client, limits.waiting) == ("few", 1)
+    [(client, limits)] = other.engine.clients
+    assert (client, limits.waiting, one.engine.clients) == ("few", 1, [])
