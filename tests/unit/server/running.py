@@ -16,8 +16,9 @@ from prejit.server.http.uvicorn_server import configure
 from prejit.server.served.served import Served
 
 
-def served(bundle, name=None):
-    return Served(name or bundle.name, bundle, Engine(bundle), 1_700_000_000)
+def served(bundle, name=None, **options):
+    """A bundle with an engine that has these options. Its `close` closes the engine."""
+    return Served(name or bundle.name, bundle, Engine(bundle, **options), 1_700_000_000)
 
 
 @dataclass(frozen=True)
