@@ -29,6 +29,12 @@ def check(bundle, mask, good, bad):
     assert found == dict.fromkeys(good, True) | dict.fromkeys(bad, False)
 
 
+def follow(mask, tokens):
+    """Check that a mask allows each token of a text after those before it."""
+    for place, token_id in enumerate(tokens):
+        assert mask(tokens[:place])[token_id]
+
+
 TWO = {
     "type": "object", "required": ["b", "a"], "additionalProperties": False,
     "properties": {"b": {"type": "integer"}, "a": {"type": "null"}},
@@ -157,29 +163,22 @@ def test_one_of_many_texts_is_an_answer():
     source = schema_source({"enum": texts})
     matcher = grammar_compiling.compiled(grammar_compiling.tokenizer_of(words), source).matcher
     mask = GrammarMask(matcher, len(words), ())
-    for place in range(13):
-        assert mask(list(f'"{texts[0]}'[: place + 1].encode())).any()
+    follow(mask, [*f'"{texts[0]}"'.encode()])
 
 
 def test_long_texts_fit_and_one_that_needs_too_much_memory_is_named(bundle, grammars):
     """Every string with a `maxLength` ended its request with an error after 1,670 characters."""
     schema = {"type": "string", "maxLength": 8000}
     text = bundle.tokenizer.encode('"' + "a" * 4000 + '"')
-
-    def follow(mask):
-        for place, token_id in enumerate(text):
-            assert mask(text[:place])[token_id]
-
-    follow(grammars.json_schema(schema))
+    follow(grammars.json_schema(schema), text)
     source, compiled_ = schema_source(schema), grammar_compiling.compiled
     tokenizer = grammars._tokenizer
     stop, size = bundle.decoder.decoder.eos_token_ids, bundle.decoder.decoder.vocab_size
-    follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
+    follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop), text)
     text = bundle.tokenizer.encode('"' + "a" * 8000 + '"')
-    with pytest.raises(
-        UsageError, match=r"a smaller one, found after \d{4} tokens: .*too many states"
-    ):
-        follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
+    mask = GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop)
+    with pytest.raises(UsageError, match=r"smaller one, found after \d{4} tokens: .*many states"):
+        follow(mask, text)
 
 
 @pytest.mark.parametrize("of_strangers", [False, True])
@@ -193,9 +192,7 @@ def test_texts_of_many_requests_do_not_fill_a_grammar(bundle, monkeypatch, of_st
     others = [grammars.json_schema(schema) for _ in range(3)]
     for mask in [grammars.json_schema(schema) for _ in range(3)] + others:
         value = {name: "a" * chosen.randint(0, 99) for name in texts}
-        text = bundle.tokenizer.encode(json.dumps(value))
-        for place, token_id in enumerate(text):
-            assert mask(text[:place])[token_id]
+        follow(mask, bundle.tokenizer.encode(json.dumps(value)))
     assert grammars.json_schema(schema)([]).any()
     grammars.stop_trial()
 
