@@ -172,7 +172,7 @@ soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (1
 swaps: $(READY) ## 100 swaps of a served bundle under 200 requests at once (7 minutes); writes its figures
 	PREJIT_SWAPS=100 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_swaps.py
 
-load-check: $(READY) ## the knee of `prejit load` beside an exhaustive search, and a stalled server (15 minutes, a quiet machine)
+load-check: $(READY) ## the knee of `prejit load` beside an exhaustive search (14 minutes, a quiet machine)
 	$(BIN)/prejit build manifests/demo.toml -o artifacts --target cpu-host
 	PREJIT_LOAD_SECONDS=10 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_load.py
 

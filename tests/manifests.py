@@ -12,13 +12,14 @@ def write_manifest(
     prompt=(16,),
     context=(256,),
     targets=("cpu-host",),
+    bundle="",
     model="",
     generate="",
 ):
-    """Write a manifest of a decoder; `model` and `generate` are more lines of these sections."""
+    """Write a manifest of a decoder; `bundle`, `model` and `generate` are more lines of these sections."""
     where = "" if source is None else f"source = {json.dumps(str(source))}\n"
     path.write_text(
-        f"[bundle]\nname = {json.dumps(name)}\n[model]\n{where}{model}\n"
+        f"[bundle]\nname = {json.dumps(name)}\n{bundle}\n[model]\n{where}{model}\n"
         f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n{generate}\n"
         + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
     )

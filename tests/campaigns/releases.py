@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tests.layouts import blob, index_of
 from tests.lettered import write_lettered
+from tests.manifests import write_manifest
 
 LAYERS = 2  # layers that compute; all others add nothing
 IDLE = 6
@@ -37,7 +38,7 @@ class Release:
 
     name: str
     checks: tuple[str, ...] = ()
-    manifest: Mapping[str, Any] = field(default_factory=dict)  # arguments of `manifest_text`
+    manifest: Mapping[str, Any] = field(default_factory=dict)  # options of `write_release`
     config: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json
     idle: int = 0  # layers that add nothing. With some it is a release beside the deep base
     change: Callable[[Path], object] | None = None  # of the checkpoint
@@ -46,28 +47,14 @@ class Release:
     signed: bool | None = None  # both run under a policy that wants signatures
 
 
-def manifest_text(
-    model,
-    *,
-    name="m",
-    targets=TARGETS,
-    batch=(1, 2),
-    prompt=(64,),
-    context=(512,),
-    draft_tokens=0,
-    dtype="float32",
-    slo=SLO,
-    license="",
-    more="",
-):
-    """Return a manifest; a target is a name, or a table in TOML."""
-    tables = "".join(t if "\n" in t else f'[[target]]\nname = "{t}"\n' for t in targets)
-    licence = 'license = "LICENSE"\n' if license else ""
-    return (
-        f'[bundle]\nname = "{name}"\n{licence}[model]\nsource = {json.dumps(str(model))}\n'
-        f'dtype = "{dtype}"\n[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\n'
-        f"context = {list(context)}\ndraft_tokens = {draft_tokens}\n[slo]\n{slo}{more}{tables}"
-    )
+SIZES = {"name": "m", "batch": (1, 2), "prompt": (64,), "context": (512,), "targets": TARGETS}
+
+
+def write_release(path, model, *, draft_tokens=0, dtype="float32", slo=SLO, more="", **others):
+    """Write the manifest of a release; `others` are options of `write_manifest`."""
+    generate = f"draft_tokens = {draft_tokens}\n[slo]\n{slo}{more}"
+    given = {**SIZES, "model": f'dtype = "{dtype}"', "generate": generate, **others}
+    return write_manifest(path, model, **given)
 
 
 def base_of(release):
@@ -75,15 +62,15 @@ def base_of(release):
 
 
 def build_release(warm, at, cache, release):
-    model, manifest = at / "model", at / "m.toml"
+    model = at / "model"
     sizes = DEEP if release.idle else {}
     write_lettered(model, n_layer=LAYERS + release.idle, **{**sizes, **release.config})
     _change_tensors(model, _silence)
     (model / "generation_config.json").write_text(json.dumps(DEFAULTS))
     if release.change is not None:
         release.change(model)
-    manifest.write_text(manifest_text(model, **release.manifest))
-    (at / "LICENSE").write_text(release.manifest.get("license", ""))
+    manifest = write_release(at / "m.toml", model, **release.manifest)
+    (at / "LICENSE").write_text("You may.\n")
     cache = at / "cache" if release.fresh else cache
     command = ("build", str(manifest), "-o", str(at), "--cache", str(cache))
     done = warm.prejit(*command, quick=True)
@@ -217,7 +204,7 @@ BAD = (
     Release("other sampling", ("sampling",), change=options(lambda at: {**at, "temperature": 1.3})),
     Release("a target dropped", ("targets",), {"targets": ("cpu-host",)}),
     Release("compiles on one machine of a fleet", ("fleet",), {"targets": ("cpu-host", _V3)}),
-    Release("compiles here", ("runs here",), {"targets": (FMA4,)}),
+    Release("compiles here", ("runs here",), {"targets": (), "more": FMA4}),
     Release("a shorter context", ("programs",), {"context": (256,)}),
     Release("a batch missing", ("programs",), {"batch": (1,)}),
     Release("weights of int8", ("tokens",), {"dtype": "int8"}),
@@ -234,12 +221,12 @@ GOOD = (
     Release("another name", manifest={"name": "renamed"}),
     Release("tensors in another order, in two files", change=_reordered),
     Release("one more target", manifest={"targets": (*TARGETS, _V3)}),
-    Release("a target that this machine lacks", manifest={"targets": (*TARGETS, FMA4)}),
+    Release("a target that this machine lacks", manifest={"more": FMA4}),
     Release("targets in another order", manifest={"targets": TARGETS[::-1]}),
     Release("one more prompt bucket", manifest={"prompt": (16, 64)}),
     Release("one more context", manifest={"context": (128, 512)}),
     Release("drafts of tokens", manifest={"draft_tokens": 2}),
-    Release("another licence", manifest={"license": "You may.\n"}),
+    Release("another licence", manifest={"bundle": 'license = "LICENSE"'}),
     Release("a function in addition", manifest={"more": _FUNCTION}),
     Release("stricter limits", manifest=_SLOWER),
     Release("looser limits, not needed", manifest={"slo": 'max_changed_tokens = "5%"\n'}),

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from tests.manifests import write_manifest
 
 from . import damage as damages
 from . import processes
@@ -41,13 +42,9 @@ def campaign(tmp_path_factory, build_cache):
     """The demo model for two targets, in chunks of 1 MiB; and the figures at the end."""
     directory = tmp_path_factory.mktemp("damage")
     source = ROOT / "manifests" / "demo-model"
-    manifest = directory / "demo.toml"
-    manifest.write_text(
-        f'[bundle]\nname = "demo"\nlicense = "{source}/LICENSE"\n'
-        f'[model]\nsource = "{source}"\ndtype = "float32"\n'
-        "[generate]\nbatch = [1]\nprompt = [16]\ncontext = [64]\n"
-        '[[target]]\nname = "cpu-host"\n[[target]]\nname = "cpu-x86-64-v3"\n'
-    )
+    more = {"bundle": f'license = "{source}/LICENSE"', "model": 'dtype = "float32"'}
+    more |= {"context": (64,), "targets": ("cpu-host", "cpu-x86-64-v3")}
+    manifest = write_manifest(directory / "demo.toml", source, name="demo", **more)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREJIT_RUNTIME_CACHE", str(directory / "runtime-cache"))
         arguments = (str(manifest), str(directory / "out"), str(build_cache))

@@ -4,6 +4,7 @@ import json
 from random import Random
 
 import pytest
+from tests.manifests import encoder_manifest, write_manifest
 from tests.quick_compiling import compile_children_quickly
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -119,15 +120,13 @@ _OPTIONAL = (
 def _write_model(directory, family, dtype="float32"):
     """Write a family's checkpoint and the manifest m.toml that builds it."""
     _CASES[family].write(directory / "model")
-    buckets = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [32]"
-    if family == "t5":
-        buckets += "\nsource = [8]"
-    elif family not in _DECODERS:
-        buckets = "[encode]\nshapes = [[1, 8]]"
-    (directory / "m.toml").write_text(
-        f'[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "{dtype}"\n'
-        f'{buckets}\n[[target]]\nname = "cpu-host"\n'
-    )
+    manifest, model = directory / "m.toml", f'dtype = "{dtype}"'
+    if family in _DECODERS or family == "t5":
+        sizes = {"prompt": (8,), "context": (32,)}
+        more = "source = [8]" if family == "t5" else ""
+        write_manifest(manifest, "model", name="m", **sizes, model=model, generate=more)
+    else:
+        encoder_manifest(manifest, "shapes = [[1, 8]]", model=model)
     return directory
 
 

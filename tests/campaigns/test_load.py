@@ -1,7 +1,5 @@
-"""`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls."""
+"""The knee that `prejit load` finds, beside that of every rate of a grid."""
 
-import asyncio
-import itertools
 import json
 import time
 
@@ -10,10 +8,9 @@ import pytest
 from tests.integration.test_serve import Process
 from tests.queued_server import queued_server
 
-from prejit.server.load.http_client import HttpClient
 from prejit.server.load.load_runs import LoadOptions, run_load
-from prejit.server.load.load_search import LoadLimits, measure, send_window
-from prejit.server.load.workload import DrawnLoad, Lengths, arrival_times
+from prejit.server.load.load_search import LoadLimits
+from prejit.server.load.workload import DrawnLoad, Lengths
 
 from .campaign import ROOT, facts, figures_file, machine_facts, setting, write_figures
 
@@ -21,11 +18,7 @@ SECONDS = setting("LOAD_SECONDS", 0) or 0.3
 IS_WHOLE = SECONDS >= 5
 WORKERS, SERVICE_MS = 4, 40.0
 CAPACITY = WORKERS / SERVICE_MS * 1e3  # requests a second of the queue
-QUEUE = ("--workers", WORKERS, "--service-ms", SERVICE_MS)
 MOST_APART = 0.05
-STALL_SECONDS = 1.0
-STALL_RATE = 50.0
-CLOSED = 4  # requests at once of the closed loop
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
@@ -79,7 +72,7 @@ def searched(url, grid, *, refuses=False, **changed):
 
 def test_the_knee_of_a_queue_whose_capacity_is_known():
     grid = np.arange(0.92, 1.0801, 0.02) if IS_WHOLE else np.array([0.8, 1.2])
-    with queued_server(*QUEUE) as url:
+    with queued_server("--workers", WORKERS, "--service-ms", SERVICE_MS) as url:
         figures = {"capacity": CAPACITY, **searched(url, grid)}
     write("queue", figures)
     if IS_WHOLE:
@@ -99,57 +92,3 @@ def test_the_knee_of_a_real_server():
         server.kill()
     write("demo", figures)
     assert figures["knee"] == pytest.approx(figures["exhaustive"], rel=MOST_APART)
-
-
-async def closed_loop(client, load, rate, seconds):
-    """Send requests as `vllm bench serve --max-concurrency 4`: one that is due waits for one that is done."""
-    count = round(rate * seconds)
-    times = arrival_times(load.gaps(count, np.random.default_rng(0)), rate)
-    requests = load.requests(count, np.random.default_rng([0, 1]))
-    room = asyncio.Semaphore(CLOSED)
-    start = time.monotonic()
-
-    async def one(at, request):
-        await asyncio.sleep(start + at - time.monotonic())
-        async with room:
-            found = await client.exchange(request, time.monotonic())
-        return measure(found, request.is_streamed, start)
-
-    sent = [one(at, request) for at, request in zip(times.tolist(), requests, strict=True)]
-    return await asyncio.gather(*sent)
-
-
-def test_a_closed_loop_hides_what_a_stalled_server_costs():
-    seconds = 2 * SECONDS if IS_WHOLE else 2.0
-    load = DrawnLoad("completions", "queue", 1.0, Lengths(16, 16), Lengths(4, 4))
-    figures = {"pause, seconds": STALL_SECONDS, "requests a second": STALL_RATE}
-    closed_name = f"closed loop of {CLOSED}"
-
-    async def send(url, name):
-        client = HttpClient(url)
-        try:
-            if name == closed_name:
-                return await closed_loop(client, load, STALL_RATE, seconds)
-            return await send_window(client, load, STALL_RATE, seconds, 0, 0, lambda line: None)
-        finally:
-            client.close()
-
-    for pause, name in itertools.product((0.0, STALL_SECONDS), ("open loop", closed_name)):
-        with queued_server(*QUEUE, "--pause", seconds / 3, pause) as url:
-            found = asyncio.run(send(url, name))
-        assert not any(each.failed for each in found)
-        first = np.array([each.first for each in found]) * 1e3
-        points = dict(zip((50, 95, 99), np.quantile(first, (0.5, 0.95, 0.99)), strict=True))
-        figures[f"{name}, {'paused' if pause else 'steady'}"] = {
-            "requests": len(found),
-            **{f"TTFT ms p{at}": round(float(value), 1) for at, value in points.items()},
-            "later than 200 ms": int((first > 200).sum()),
-        }
-    write("stall", figures)
-    if IS_WHOLE:
-        is_open, closed = (figures[f"{name}, paused"] for name in ("open loop", closed_name))
-        # 50 requests were due in the pause, and the queue behind it takes as long to empty.
-        assert is_open["TTFT ms p99"] > 700
-        assert is_open["later than 200 ms"] > 60
-        assert closed["TTFT ms p99"] < 100
-        assert closed["later than 200 ms"] <= CLOSED

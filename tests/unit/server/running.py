@@ -1,60 +1,24 @@
-"""Servers in a thread of the tests' process, with engines that run a bundle's calls one after another."""
+"""Servers in a thread of the tests' process."""
 
 import contextlib
 import json
 import socket
 import threading
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import uvicorn
 from tests.waiting import wait_for
 
-from prejit.server.engine.sleeper import Sleeper
+from prejit.server.engine.engine import Engine
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import WaitingConnections
 from prejit.server.http.uvicorn_server import configure
 from prejit.server.served.served import Served
 
 
-class CallingEngine:
-    """An engine for programs: what gate, process and the inference protocol use of one."""
-
-    def __init__(self, bundle):
-        self.bundle = bundle
-        self.clients = []
-        self.drained = False
-        self.sleeper = Sleeper("calling", 0, None, lambda: 0)
-        self._pool = ThreadPoolExecutor(1)
-
-    def submit_client_call(self, client, limits, name, /, *args, **kwargs):
-        found = Future()
-        self.clients.append((client, limits))
-
-        def run():
-            try:
-                found.set_result(self.bundle.call(name, *args, **kwargs))
-            except InvalidStateError:
-                pass  # the server waits no longer
-            except Exception as error:
-                found.set_exception(error)
-
-        self._pool.submit(run)
-        return found
-
-    def drain(self, seconds=None):
-        self.drained = True
-        return True
-
-    def undrain(self):
-        self.drained = False
-
-    def close(self):
-        self._pool.shutdown()
-
-
-def served(bundle, name=None):
-    return Served(name or bundle.name, bundle, CallingEngine(bundle), 1_700_000_000)
+def served(bundle, name=None, **options):
+    """A bundle with an engine that has these options. Its `close` closes the engine."""
+    return Served(name or bundle.name, bundle, Engine(bundle, **options), 1_700_000_000)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ import gc
 import httpx
 import pytest
 from starlette.requests import ClientDisconnect
-from tests.unit.server.running import running
+from tests.unit.server.running import running, served
 
 from prejit.runtime import load
-from prejit.server.engine.engine import Engine
 from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.http_errors import ApiError
 from prejit.server.gate.request_clients import Origins, unless_gone
 from prejit.server.gate.server_settings import Settings
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Models
 
 KEYS = """\
 other: sk-other-0
@@ -27,17 +26,16 @@ metered: sk-metered tokens_per_minute=60
 
 
 @pytest.fixture(scope="module")
-def served(wide_dir):
+def models(wide_dir):
     bundle = load(wide_dir, on_mismatch="error")
-    with contextlib.closing(Engine(bundle, slots=2, queue=4)) as engine:
-        yield Served("m", bundle, engine, 1_700_000_000)
+    with contextlib.closing(Models(served(bundle, "m", slots=2, queue=4))) as found:
+        yield found
 
 
 @pytest.fixture
-def server(served, tmp_path):
+def server(models, tmp_path):
     (tmp_path / "keys.txt").write_text(KEYS)
-    keys = Keys(tmp_path / "keys.txt")
-    with running(Models(served), Settings(keys=keys)) as found:
+    with running(models, Settings(keys=Keys(tmp_path / "keys.txt"))) as found:
         yield found
 
 
@@ -47,7 +45,7 @@ def ask(server, key, **fields):
     return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
-def test_a_key_has_no_priority_outside_of_its_range(server, served):
+def test_a_key_has_no_priority_outside_of_its_range(server, models):
     for key, given, status in (
         *(("other-0", -1, 400), ("other-0", -2_000_000_000, 400), ("other-0", 5, 200)),
         *(("urgent-", -5, 200), ("urgent-", 6, 400), ("late-00", 0, 400), ("late-00", None, 200)),
@@ -57,7 +55,7 @@ def test_a_key_has_no_priority_outside_of_its_range(server, served):
         if status == 400:
             assert found.json()["error"]["param"] == "priority"
             assert f"found {given}" in found.json()["error"]["message"]
-    with running(Models(served), Settings()) as server:  # nobody goes before the others
+    with running(models, Settings()) as server:  # nobody goes before the others
         assert [ask(server, "", priority=given).status_code for given in (-1, 1)] == [400, 200]
 
 

@@ -1,19 +1,21 @@
-"""Grammars of a bundle: what they take, what they refuse and how, and that each is compiled once."""
+"""Grammars of a bundle: what they and their masks take, what they refuse and how, and what they keep."""
 
 import functools
 import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tests.threads import in_threads
 
 from prejit.runtime import load
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammar_compiling
 from prejit.server.grammar import grammars as module
 from prejit.server.grammar.grammar_sources import ToolForm, any_source, error_path, schema_source
-from prejit.server.grammar.grammars import GrammarMask, Grammars
+from prejit.server.grammar.grammars import GrammarMask, Grammars, token_table
 
 
 def nested(depth):
@@ -24,6 +26,12 @@ def check(bundle, mask, good, bad):
     """Check that a mask accepts all good texts, and no bad one."""
     found = {text: bool(mask.accepts(bundle.tokenizer.encode(text))) for text in (*good, *bad)}
     assert found == dict.fromkeys(good, True) | dict.fromkeys(bad, False)
+
+
+def follow(mask, tokens):
+    """Check that a mask allows each token of a text after those before it."""
+    for place, token_id in enumerate(tokens):
+        assert mask(tokens[:place])[token_id]
 
 
 TWO = {
@@ -78,30 +86,44 @@ def test_a_grammar_takes_its_texts_and_no_others(bundle, grammars, make, good, b
     check(bundle, make(grammars), good, bad)
 
 
+BAD = {"type": "string", "pattern": "(?=a)b"}
+COMPILES = "expected a JSON schema that a grammar can "
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (False, "expected a JSON schema that a value satisfies, found False"),
-        ({"const": float("nan")}, "expected values of JSON"),
-        ({"const": "\ud800"}, "hex escape"),
-        ({**HOSTILE, "uniqueItems": True}, "uniqueItems"),
-        (
-            {"properties": {"a/b": {"enum": [1, {"id": 2**53 + 1}]}}},
-            r"^schema/properties/a~1b/enum: expected numbers .*found 9007199254740993",
-        ),
-        ({"type": "integer", "enum": [1e19]}, "^schema/enum: .*1e[+]19"),
-        ({"minimum": 2**53 + 1}, "^schema/minimum: .*9007199254740993"),
-        (
-            {"items": {"minProperties": 3, "required": ["a"]}},
-            "^schema/items/minProperties: expected at most 2 .* found 3",
-        ),
-        (nested(200), "recursion limit"),
-        (nested(100_000), "expected values of JSON"),
+        (False, "schema: expected a JSON schema that a value satisfies, found False"),
+        ({"const": float("nan")}, ".*expected values of JSON"),
+        ({"const": "\ud800"}, ".*hex escape"),
+        ({**HOSTILE, "uniqueItems": True}, ".*uniqueItems"),
+        ({"properties": {"a/b": {"enum": [1, {"id": 2**53 + 1}]}}},
+         "schema/properties/a~1b/enum: expected numbers .*found 9007199254740993"),
+        ({"type": "integer", "enum": [1e19]}, "schema/enum: .*1e[+]19"),
+        ({"minimum": 2**53 + 1}, "schema/minimum: .*9007199254740993"),
+        ({"items": {"minProperties": 3, "required": ["a"]}},
+         "schema/items/minProperties: expected at most 2 .* found 3"),
+        (nested(200), ".*recursion limit"),
+        (nested(100_000), ".*expected values of JSON"),
+        ({"type": "foo"}, f"schema: {COMPILES}"),
+        ({"properties": {"a/b~": {"items": {"anyOf": [{"type": "null"}, BAD]}}}},
+         f"schema/properties/a~1b~0/items/anyOf/1: {COMPILES}"),
+        ({"type": "array", "prefixItems": [True, {"not": {}}]}, f"schema/prefixItems/1: {COMPILES}"),
+        ({"$defs": {"n": {"additionalProperties": BAD}}, "properties": {"k": {"$ref": "#/$defs/n"}}},
+         rf"schema/\$defs/n/additionalProperties: {COMPILES}"),
+        ({"properties": {"k": {"$ref": "https://other.example/s"}}}, f"schema/properties/k: {COMPILES}"),
+        ({"properties": {"all": {"$ref": "#"}, "bad": {"type": "string", "format": "shoe-size"}}},
+         f"schema/properties/bad: {COMPILES}"),
+        ({"properties": {"a": False}, "type": "object", "required": ["a"]}, f"schema: {COMPILES}"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, f"schema: {COMPILES}"),
     ],
-)
-def test_what_is_no_schema_is_refused(grammars, schema, message):
-    with pytest.raises(UsageError, match=message):
+)  # fmt: skip
+def test_what_is_no_schema_is_refused_by_the_name_of_its_part(grammars, schema, message):
+    with pytest.raises(UsageError, match=f"^{message}") as error:
         grammars.json_schema(schema)
+    if COMPILES in message:
+        assert "\n" not in str(error.value)
+        assert error.value.hint
 
 
 def test_no_regular_expression_lark_grammar_or_text_is_refused(grammars, bundle_dir, decoder_dir):
@@ -140,29 +162,22 @@ def test_one_of_many_texts_is_an_answer():
     source = schema_source({"enum": texts})
     matcher = grammar_compiling.compiled(grammar_compiling.tokenizer_of(words), source).matcher
     mask = GrammarMask(matcher, len(words), ())
-    for place in range(13):
-        assert mask(list(f'"{texts[0]}'[: place + 1].encode())).any()
+    follow(mask, [*f'"{texts[0]}"'.encode()])
 
 
 def test_long_texts_fit_and_one_that_needs_too_much_memory_is_named(bundle, grammars):
     """Every string with a `maxLength` ended its request with an error after 1,670 characters."""
     schema = {"type": "string", "maxLength": 8000}
     text = bundle.tokenizer.encode('"' + "a" * 4000 + '"')
-
-    def follow(mask):
-        for place, token_id in enumerate(text):
-            assert mask(text[:place])[token_id]
-
-    follow(grammars.json_schema(schema))
+    follow(grammars.json_schema(schema), text)
     source, compiled_ = schema_source(schema), grammar_compiling.compiled
     tokenizer = grammars._tokenizer
     stop, size = bundle.decoder.decoder.eos_token_ids, bundle.decoder.decoder.vocab_size
-    follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
+    follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop), text)
     text = bundle.tokenizer.encode('"' + "a" * 8000 + '"')
-    with pytest.raises(
-        UsageError, match=r"a smaller one, found after \d{4} tokens: .*too many states"
-    ):
-        follow(GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop))
+    mask = GrammarMask(compiled_(tokenizer, source, 1).matcher, size, stop)
+    with pytest.raises(UsageError, match=r"smaller one, found after \d{4} tokens: .*many states"):
+        follow(mask, text)
 
 
 @pytest.mark.parametrize("of_strangers", [False, True])
@@ -176,9 +191,7 @@ def test_texts_of_many_requests_do_not_fill_a_grammar(bundle, monkeypatch, of_st
     others = [grammars.json_schema(schema) for _ in range(3)]
     for mask in [grammars.json_schema(schema) for _ in range(3)] + others:
         value = {name: "a" * chosen.randint(0, 99) for name in texts}
-        text = bundle.tokenizer.encode(json.dumps(value))
-        for place, token_id in enumerate(text):
-            assert mask(text[:place])[token_id]
+        follow(mask, bundle.tokenizer.encode(json.dumps(value)))
     assert grammars.json_schema(schema)([]).any()
     grammars.stop_trial()
 
@@ -273,33 +286,6 @@ def test_a_class_of_a_pattern_has_no_character_that_it_leaves_out(pattern, right
         assert (matcher.validate_tokens([*text.encode()]) == len(text)) is is_right
 
 
-BAD = {"type": "string", "pattern": "(?=a)b"}
-
-
-@pytest.mark.parametrize(
-    ("schema", "path"),
-    [
-        ({"type": "foo"}, ""),
-        ({"properties": {"a/b~": {"items": {"anyOf": [{"type": "null"}, BAD]}}}},
-         "/properties/a~1b~0/items/anyOf/1"),
-        ({"type": "array", "prefixItems": [True, {"not": {}}]}, "/prefixItems/1"),
-        ({"$defs": {"n": {"additionalProperties": BAD}}, "properties": {"k": {"$ref": "#/$defs/n"}}},
-         "/$defs/n/additionalProperties"),
-        ({"properties": {"k": {"$ref": "https://other.example/s"}}}, "/properties/k"),
-        ({"properties": {"all": {"$ref": "#"}, "bad": {"type": "string", "format": "shoe-size"}}},
-         "/properties/bad"),
-        ({"properties": {"a": False}, "type": "object", "required": ["a"]}, ""),
-        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ""),
-    ],
-)  # fmt: skip
-def test_an_error_names_the_part_of_the_schema(grammars, schema, path):
-    with pytest.raises(UsageError) as error:
-        grammars.json_schema(schema)
-    assert str(error.value).startswith(f"schema{path}: expected a JSON schema that a grammar can ")
-    assert "\n" not in str(error.value)
-    assert error.value.hint
-
-
 def test_the_search_for_a_place_ends():
     tried = []
 
@@ -312,3 +298,92 @@ def test_the_search_for_a_place_ends():
     tried.clear()
     assert error_path({"anyOf": [{}] * 5000}, "other", error_of) == ""
     assert len(tried) == 500
+
+
+def product(*parts):
+    return {"".join(each) for each in itertools.product(*parts)}
+
+
+LETTERS = ("ab", "a", "bc", "é")
+LANGUAGES = {
+    "regex": (
+        lambda g: g.regex("(ab|a|bc|é){1,3}x?"),
+        set().union(*(product(*[LETTERS] * count, ("", "x")) for count in (1, 2, 3))),
+    ),
+    "enum": (
+        lambda g: g.json_schema({"enum": ["ab", "abc", "abé", 1, 12, -1, True, None]}),
+        {'"ab"', '"abc"', '"abé"', "1", "12", "-1", "true", "null"},
+    ),
+    "lark": (
+        lambda g: g.lark('start: "a" b? (C | "[1")\nb: "b" | "bc"\nC: /[0-1]{2}/'),
+        product(("a",), ("", "b", "bc"), ("00", "01", "10", "11", "[1")),
+    ),
+    "integers": (
+        lambda g: g.json_schema({"type": "integer", "minimum": -3, "maximum": 120}),
+        {str(number) for number in range(-3, 121)} | {"-0"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_a_mask_allows_what_a_list_of_all_texts_allows(bundle, grammars, name):
+    make, texts = LANGUAGES[name]
+    vocab_size = bundle.decoder.decoder.vocab_size
+    table = token_table(bundle.tokenizer.library, vocab_size)
+    (eos,) = bundle.decoder.decoder.eos_token_ids
+    encoded = [text.encode() for text in texts]
+    chosen = random.Random(0)
+    for _ in range(25):
+        mask, token_ids, text = make(grammars), [], b""
+        while True:
+            allowed = mask(token_ids)
+            expected = np.zeros(vocab_size, np.bool_)
+            for token_id, token in enumerate(table):
+                if token:
+                    expected[token_id] = any(one.startswith(text + token) for one in encoded)
+            expected[eos] = text in encoded
+            assert allowed.dtype == np.bool_
+            wrong = np.flatnonzero(allowed != expected)
+            assert not len(wrong), (text, [(int(i), table[i], bool(allowed[i])) for i in wrong])
+            token_id = chosen.choice(np.flatnonzero(allowed).tolist())
+            if token_id == eos:
+                assert mask.accepts(token_ids)
+                assert mask.accepts([*token_ids, eos])
+                break
+            token_ids.append(token_id)
+            text += table[token_id] or b""
+
+
+def test_tokens_outside_the_grammar_and_stop_tokens_with_a_text(bundle, grammars):
+    (a,) = bundle.tokenizer.encode("a")
+    mask = grammars.regex("a+b?", stop_token_ids=[a])
+    assert not mask([]).take(a)  # it would end an empty text
+    (b,) = bundle.tokenizer.encode("b")
+    [*eos] = bundle.decoder.decoder.eos_token_ids
+    for stops, tokens, allowed in (
+        ([a], [], [b]),
+        ([a], [b], [a]),
+        (None, [b], eos),
+        ((), [b], []),
+    ):
+        options = {} if stops is None else {"stop_token_ids": stops}
+        assert np.flatnonzero(grammars.regex("b", **options)(tokens)).tolist() == allowed
+    mask = grammars.regex("ab")
+    bad = bundle.tokenizer.encode("ax")
+    with pytest.raises(UsageError, match="expected one that allows more after"):
+        mask(bad)
+    assert not mask.accepts(bad)
+    assert mask.accepts(bundle.tokenizer.encode("ab"))
+    assert mask([]).any()
+
+
+def test_threads_that_share_a_mask_do_not_disturb_each_other(bundle, grammars):
+    texts = [bundle.tokenizer.encode(text) for text in ("aaaa", "aabb", "abab", "bbaa")]
+    shared = grammars.regex("[ab]{5}")
+
+    def follow(number):
+        for _ in range(50):
+            assert shared(texts[number]).any()
+            assert not shared.accepts(texts[number])
+
+    in_threads(len(texts), follow)

@@ -2,7 +2,9 @@
 
 import json
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
+from unittest.mock import Mock
 
 import httpx
 import hypothesis
@@ -11,15 +13,16 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 from tests.extent import examples
-from tests.unit.server.running import CallingEngine, running, served, wait_for
+from tests.unit.server.running import running, served, wait_for
 from tritonclient.utils import InferenceServerException
 
 from prejit.runtime import load
 from prejit.runtime.errors import DeadlineError
+from prejit.server.engine.engine import Engine
 from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.server_settings import Settings
 from prejit.server.inference.inference_models import InferenceModel, static_values
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Models
 
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
@@ -58,9 +61,10 @@ def test_static_values_that_python_calls_equal_are_listed_each(bundle):
 
 def test_a_static_argument_may_have_the_name_of_a_parameter_of_the_protocol(bundle):
     bucket = replace(bundle.config.programs[0], static={"priority": "5"})
-    model = InferenceModel(served(bundle), bucket.name, [bucket])
-    given = {each.name: X for each in model.inputs}
-    _, kwargs = model.arguments(given, {"priority": 5, "timeout": 9})
+    with closing(served(bundle)) as one:
+        model = InferenceModel(one, bucket.name, [bucket])
+        given = {each.name: X for each in model.inputs}
+        _, kwargs = model.arguments(given, {"priority": 5, "timeout": 9})
     assert (kwargs["priority"], "timeout" in kwargs) == (5, False)
 
 
@@ -228,13 +232,13 @@ def test_a_server_that_is_not_ready_says_so():
         assert httpx.get(f"{server.url}/v2/health/live", timeout=60).json() == {"live": True}
 
 
-def test_a_client_that_leaves_cancels_its_call_and_one_that_takes_too_long_is_504(bundle):
-    engine, futures = CallingEngine(bundle), []
-    engine.submit_client_call = lambda *_, **__: futures.append(Future()) or futures[-1]
-    models = Models(Served(bundle.name, bundle, engine, 1))
+def test_a_client_that_leaves_cancels_its_call_and_a_late_one_is_504(bundle, monkeypatch):
+    futures, models = [Future(), Future()], Models(served(bundle))
+    begin = Mock(side_effect=futures)
+    monkeypatch.setattr(Engine, "submit_client_call", begin)
     with running(models, Settings()) as server:
         with server.send("/v2/models/score/infer", of()):
-            wait_for(lambda: futures)
+            wait_for(lambda: begin.called)
             assert not futures[0].done()
         wait_for(futures[0].cancelled)
         wait_for(lambda: not server.requests())
@@ -247,23 +251,18 @@ def test_a_client_that_leaves_cancels_its_call_and_one_that_takes_too_long_is_50
     models.close()
 
 
-def test_two_bundles_with_one_program_are_told_apart_by_their_names(bundle):
-    one, other = CallingEngine(bundle), CallingEngine(bundle)
-    models = Models(Served("one", bundle, one, 1), Served("other", bundle, other, 1))
-    with running(models, Settings()) as server:
-        assert infer(server, of()).status_code == 404  # which one is not clear
-        url = f"{server.url}/v2/models/other.score/infer"
-        assert httpx.post(url, json=of(), timeout=60).status_code == 200
-    models.close()
-    assert (len(one.clients), len(other.clients)) == (0, 1)
-
-
-def test_a_call_is_of_the_client_of_its_key_with_the_limits_of_that(bundle, tmp_path):
+def test_a_call_is_of_the_named_bundle_and_of_its_keys_client(bundle, tmp_path, monkeypatch):
     (tmp_path / "keys.txt").write_text("few: sk-few-000 waiting=1\n")
-    keys = Keys(tmp_path / "keys.txt")
-    models = Models(one := served(bundle))
-    with running(models, Settings(keys=keys)) as server:
-        assert infer(server, of(), {"Authorization": "Bearer sk-few-000"}).status_code == 200
+    models = Models(one := served(bundle, "one"), other := served(bundle, "other"))
+    key = {"Authorization": "Bearer sk-few-000"}
+    for engine in (one.engine, other.engine):
+        begin = Mock(side_effect=engine.submit_client_call)
+        monkeypatch.setattr(engine, "submit_client_call", begin)
+    with running(models, Settings(keys=Keys(tmp_path / "keys.txt"))) as server:
+        assert infer(server, of(), key).status_code == 404  # which bundle's is not clear
+        url = f"{server.url}/v2/models/other.score/infer"
+        assert httpx.post(url, json=of(), headers=key, timeout=60).status_code == 200
     models.close()
-    [(client, limits)] = one.engine.clients
+    assert not one.engine.submit_client_call.called
+    client, limits, _ = other.engine.submit_client_call.call_args.args
     assert (client, limits.waiting) == ("few", 1)

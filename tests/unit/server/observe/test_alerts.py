@@ -92,8 +92,15 @@ def when(alert, at, series, fires, quiet, interval="1m"):
 
 
 FAST, SLOWLY = "PrejitErrorBudgetBurnsFast", "PrejitErrorBudgetBurnsSlowly"
-CALLS_FAST, CALLS_SLOWLY = "PrejitCallBudgetBurnsFast", "PrejitCallBudgetBurnsSlowly"
-LATE_FAST, LATE_SLOWLY = "PrejitFirstTokenBudgetBurnsFast", "PrejitFirstTokenBudgetBurnsSlowly"
+LATENCIES = [
+    Case(f"Prejit{of}BudgetBurns{how}", fires, at, made(quick, total, length), interval)
+    for of, made in (("FirstToken", first_tokens), ("Call", calls))
+    for how, at, length, interval, rows in (
+        ("Fast", "60m", 60, "1m", ((80, 100, True), (95, 100, False), (0, 0, False))),
+        ("Slowly", "300m", 80, "5m", ((96, 100, True), (995, 1000, False))),
+    )
+    for quick, total, fires in rows
+]
 STATES = {f'prejit_server_state{{{SERVER},state="STATE"}}': "{1}"}
 NAN = {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "{}"}
 STOPPED_CALLS = {
@@ -149,16 +156,7 @@ CASES = (
     Case(SLOWLY, True, "300m", requests(80, error=4, stop=996), "5m"),
     Case(FAST, False, "300m", requests(80, error=4, stop=996), "5m"),
     Case(SLOWLY, False, "300m", requests(80, error=1, stop=1999), "5m"),
-    Case(LATE_FAST, True, "60m", first_tokens(80, 100, 60)),
-    Case(LATE_FAST, False, "60m", first_tokens(95, 100, 60)),
-    Case(LATE_FAST, False, "60m", first_tokens(0, 0, 60)),
-    Case(LATE_SLOWLY, True, "300m", first_tokens(96, 100, 80), "5m"),
-    Case(LATE_SLOWLY, False, "300m", first_tokens(995, 1000, 80), "5m"),
-    Case(CALLS_FAST, True, "60m", calls(80, 100, 60)),
-    Case(CALLS_FAST, False, "60m", calls(95, 100, 60)),
-    Case(CALLS_FAST, False, "60m", calls(0, 0, 60)),
-    Case(CALLS_SLOWLY, True, "300m", calls(96, 100, 80), "5m"),
-    Case(CALLS_SLOWLY, False, "300m", calls(995, 1000, 80), "5m"),
+    *LATENCIES,
     *when("PrejitCallsStopped", "15m", STOPPED_CALLS, [(1, "9x20")], [(1, "9+1x20"), (0, "9x20")]),
     *when("PrejitTokensStopped", "15m", STOPPED_TOKENS, [(1, "100x20")], [(1, "100+1x20")]),
     *when("PrejitTokensStopped", "15m", STOPPED_TOKENS, [], [(0, "100x20")]),

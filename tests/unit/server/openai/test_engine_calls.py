@@ -28,11 +28,8 @@ class Stream:
             await asyncio.sleep(3600)
         return self.found.pop(0)
 
-    def close(self):
-        self.closed = True
-
     async def aclose(self):
-        self.close()
+        self.closed = True
 
 
 class Engine:
@@ -100,14 +97,11 @@ def test_more_texts_than_may_wait_are_refused_for_ever():
 @pytest.mark.parametrize(
     ("prompt", "new", "text", "offsets"),
     [
-        ([3, 2], [0, 1, 2], "aéa", [0, 0, 1, 1, 2]),  # a special token that the text does not have
-        ([3, 2], [2], "<s>aa", [0, 3, 4]),  # and one that it spells out
-        (
-            [4, 4],
-            [3, 2],
-            "a aa",
-            [0, 1, 3, 3],
-        ),  # the text does not begin with the tokenizer's space
+        # A special token that the text does not have, and one that it spells out.
+        ([3, 2], [0, 1, 2], "aéa", [0, 0, 1, 1, 2]),
+        ([3, 2], [2], "<s>aa", [0, 3, 4]),
+        # The text does not begin with the tokenizer's space.
+        ([4, 4], [3, 2], "a aa", [0, 1, 3, 3]),
         ([4, 4], [], " a a", [0, 2]),
         ([2], [2, 4], "", [0, 1, 2]),
         ([2], [1, 0, 0, 2], "", [0, 1, 2, 3, 4]),  # bytes that are no characters
@@ -117,10 +111,10 @@ def test_more_texts_than_may_wait_are_refused_for_ever():
 def test_offsets_lead_into_the_text(prompt, new, text, offsets):
     names = TokenNames((b"\xc3", b"\xa9", b"a", b"<s>", b" a"), {"<s>": 3}.get)
     lists, found = CompletionLogprobLists(names, 0), [Logprob(each, 0.0, ()) for each in prompt[1:]]
-    first, rest = found + [Logprob(each, 0.0, ()) for each in new[:1]], new[1:]
-    got = lists.take(first, prompt, text).text_offset
-    for each in rest:
-        got = got + lists.take([Logprob(each, 0.0, ())]).text_offset
+    answered = [Logprob(each, 0.0, ()) for each in new]
+    got = lists.take(found + answered[:1], prompt, text).text_offset
+    for each in answered[1:]:
+        got = got + lists.take([each]).text_offset
     assert got == offsets
 
 

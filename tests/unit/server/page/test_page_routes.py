@@ -1,23 +1,22 @@
 """The files of the page: all are there, none needs another host, and no code can hide in text."""
 
 import re
+from contextlib import closing
 
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from tests.unit.server.running import served
 
 from prejit.runtime import load
-from prejit.server.engine.engine import Engine
 from prejit.server.http.page_routes import routes
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Models
 
 
 @pytest.fixture(scope="module")
 def models(lettered_dir):
-    bundle = load(lettered_dir)
-    served = Models(Served("chatty", bundle, Engine(bundle, slots=2), 1))
-    yield served
-    served.close()
+    with closing(Models(served(load(lettered_dir), "chatty", slots=2))) as found:
+        yield found
 
 
 @pytest.fixture
@@ -60,9 +59,8 @@ def test_the_page_gets_what_it_shows(get, models, bundle_dir):
     assert get("/", loading).status_code == 200
     assert get("/page/models", loading).json() == {"state": "loading", "models": []}
     assert get("/page/figures", loading).json() == {"state": "loading", "models": {}}
-    bundle = load(bundle_dir)
-    models = Models(Served("example", bundle, Engine(bundle), 1))
-    (found,) = get("/page/models", models).json()["models"]
+    with closing(Models(served(load(bundle_dir)))) as models:
+        (found,) = get("/page/models", models).json()["models"]
     assert found["calls"] == ["nest", "score", "tick"]
     assert (found["chat"], found["complete"], found["embed"]) == (False, False, False)
     assert found["max_tokens"] is None

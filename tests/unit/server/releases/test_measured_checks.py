@@ -22,12 +22,12 @@ from prejit.server.releases.measured_checks import (
     time_checks,
     times_of,
 )
-from prejit.server.telemetry.requestlog import RecordedCall
+from prejit.server.telemetry.requestlog import RecordedCall, describe_array
 
 
-def text(*ids, prompt=4, said="", status=200):
+def text(*ids, prompt=4, said="", status=200, end="length"):
     stats = {"prompt_tokens": prompt, "first_token_seconds": 0.5, "new_tokens": len(ids)}
-    call = RecordedCall("generate", "m", token_ids=[*ids], finish_reason="length", stats=stats)
+    call = RecordedCall("generate", "m", token_ids=[*ids], finish_reason=end, stats=stats)
     return BundleAnswer(status, (call,), said, 1.5, 0.25)
 
 
@@ -46,22 +46,44 @@ def test_times_of_an_answer_are_split_at_the_first_token_and_slow_requests_timed
     assert quick_enough([]) == []
 
 
+def arrays(**values):
+    described = {name: describe_array(np.asarray(value)) for name, value in values.items()}
+    return BundleAnswer(200, (RecordedCall("call", "m", "score", arrays=described),))
+
+
+X, OLD, LEFT = np.linspace(0, 1, 12, dtype=np.float32), text(1, 2, 3, 4), text(1, 2, end="")
+"""An array, a text, and one whose client went after two tokens."""
+
+
 @pytest.mark.parametrize(
-    ("new", "changed", "reason"),
+    ("old", "new", "changed", "reason"),
     [
-        (text(1, 2, 3, 4), 0, ""),
-        (text(1, 2, 9, 4), 2, "token 2: expected 3, found 9"),
-        (text(1, 2, 3), 1, "expected 4 tokens, found 3"),
-        (text(1, 2, 3, 4, said="other"), 4, "as text"),
-        (text(1, 2, 3, 4, prompt=5), 4, "expected a prompt of 4 tokens, found 5"),
-        (text(status=500), 4, "expected status 200, found 500"),
+        (OLD, text(1, 2, 3, 4), 0, ""),
+        (OLD, text(1, 2, 9, 4), 2, "token 2: expected 3, found 9"),
+        (OLD, text(1, 2, 3), 1, "expected 4 tokens, found 3"),
+        (text(1, 2), text(1, 2, 3), 1, "expected 2 tokens, found 3"),
+        (text(1, 2), text(1, 2, end="stop"), 1, "finish_reason 'length', found 'stop'"),
+        (OLD, text(1, 2, 3, 4, said="other"), 4, "as text"),
+        (OLD, text(1, 2, 3, 4, prompt=5), 4, "expected a prompt of 4 tokens, found 5"),
+        (OLD, text(status=500), 4, "expected status 200, found 500"),
+        (OLD, BundleAnswer(200, OLD.calls * 2), 4, "expected 1 calls of engines, found 2"),
+        (LEFT, text(1, 2, 3), 0, ""),
+        (LEFT, text(1, 3), 1, "token 1: expected 2, found 3"),
+        (LEFT, text(1), 1, "expected 2 tokens, found 1"),
+        (arrays(x=X), arrays(x=np.nextafter(X, np.float32(2))), 0, ""),
+        (arrays(x=X), arrays(y=X), 1, "expected the arrays x, found y"),
+        (arrays(x=X), arrays(x=X.astype(np.float64)), 1, "x: expected float32"),
+        (arrays(x=X), arrays(x=X.reshape(3, 4)), 1, "x: expected float32[12]"),
+        (arrays(x=X), arrays(x=X * 1.1), 1, "x: expected other values"),
+        (arrays(x=[True]), arrays(x=[False]), 1, "x: expected other values"),
+        (arrays(x=X), BundleAnswer(200, (RecordedCall("call", "m"),)), 1, "found none"),
     ],
 )
-def test_all_tokens_after_the_first_that_differs_count(new, changed, reason):
-    found = difference_of(text(1, 2, 3, 4), new)
-    assert (found.compared, found.changed) == (4, changed)
+def test_answers_differ_by_all_that_follows_the_first_difference(old, new, changed, reason):
+    found = difference_of(old, new)
+    assert (found.changed, bool(found.reasons)) == (changed, bool(reason))
+    assert found.compared == len(old.calls[0].token_ids or [X])
     assert reason in "; ".join(found.reasons)
-    assert bool(found.reasons) == bool(reason)
 
 
 def test_a_share_of_tokens_may_differ_and_no_request_may_fail():

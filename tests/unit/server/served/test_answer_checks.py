@@ -9,13 +9,12 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from tests.unit.server.running import Running, running, wait_for
+from tests.unit.server.running import Running, running, served, wait_for
 
 from prejit.runtime import Bundle, load
-from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.answer_checks import AnswerChecks
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Models
 
 
 @dataclass
@@ -57,16 +56,12 @@ def server(decoder_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("prejit.server.served.answer_checks._PAUSE_SECONDS", 0.01)
     own = tmp_path / "own"
     shutil.copytree(decoder_dir, own)
+    blobs = own.glob("blobs/sha256/*")
+    weights = next(file for file in blobs if file.read_bytes()[4:9] == b"\0\0\0\0{")
     bundle = load(own, on_mismatch="error")
-    with closing(Engine(bundle, slots=1)) as engine:
-        models = Models(Served("m", bundle, engine, 1_700_000_000))
+    with closing(Models(served(bundle, "m", slots=1))) as models:
         with running(models, Settings()) as found:
-            blobs = own.glob("blobs/sha256/*")
-            yield Server(
-                found,
-                models,
-                next(file for file in blobs if file.read_bytes()[4:9] == b"\0\0\0\0{"),
-            )
+            yield Server(found, models, weights)
 
 
 def test_a_server_is_not_ready_while_requests_fail(server, capsys):
@@ -111,13 +106,13 @@ def test_requests_that_fail_do_not_make_checks_without_end(server, monkeypatch):
 
 def test_a_model_that_sleeps_is_not_woken_to_be_checked(server):
     assert server.completion() == 200
-    (served,) = server.models
-    wait_for(served.engine.sleep)
+    (one,) = server.models
+    wait_for(one.engine.sleep)
     with closing(AnswerChecks(server.models, 0.01)):
         time.sleep(0.2)
         server.models.suspected.set()
         time.sleep(0.2)
-        assert served.bundle._programs._ready == {}
+        assert one.bundle._programs._ready == {}
         assert server.get("/health/ready").json()["sleeping"] == ["m"]
         assert server.completion() == 200
-        assert served.bundle._programs._ready
+        assert one.bundle._programs._ready

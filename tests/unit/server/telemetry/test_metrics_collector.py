@@ -60,22 +60,11 @@ def ours(of, requests, name, **labels):
     return value(of, f"prejit_{name}", **named, **labels)
 
 
-def test_histograms_are_cumulative_and_count_every_request():
-    engine = StandIn()
-    for seconds in (0.12, 3.0):
-        engine.request(first_token_seconds=seconds)
-    of, name = Models(served(engine=engine)), "vllm:time_to_first_token_seconds"
-    for bound, count in (("0.1", 0), ("0.25", 1), ("2.5", 1), ("5.0", 2), ("+Inf", 2)):
-        assert value(of, f"{name}_bucket", le=bound) == count
-    assert value(of, f"{name}_count") == 2
-    assert value(of, f"{name}_sum") == pytest.approx(3.12)
-
-
 def test_every_end_of_a_generation_is_counted_once_and_failures_do_not_make_latencies_look_better():
     engine = StandIn()
     generations = engine.recorder.generations
-    for reason in ("stop", "length", "context", "nan"):
-        engine.request(reason)
+    for reason, seconds in (("stop", 0.12), ("length", 0.12), ("context", 3.0), ("nan", 0.12)):
+        engine.request(reason, first_token_seconds=seconds)
     generations.refused()
     generations.submitted()
     generations.abandoned("deadline")
@@ -103,7 +92,10 @@ def test_every_end_of_a_generation_is_counted_once_and_failures_do_not_make_late
         *(("request_seconds_count", 4), ("request_run_seconds_count", 4)),
     ):
         assert ours(of, GENERATE, name) == total, name
+    for bound, count in (("0.1", 0), ("0.25", 3), ("2.5", 3), ("5.0", 4), ("+Inf", 4)):
+        assert value(of, "vllm:time_to_first_token_seconds_bucket", le=bound) == count, bound
     for name, count, total in (
+        ("time_to_first_token_seconds", 4, 3.36),
         ("e2e_request_latency_seconds", 4, 4 * 0.16),
         ("request_prefill_time_seconds", 4, 4 * 0.02),
         ("request_decode_time_seconds", 4, 4 * 0.04),
