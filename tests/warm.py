@@ -76,6 +76,8 @@ def warm(tmp_path_factory):
 def _run(argv, env, cwd, files, quick):
     from prejit.runtime.__main__ import main
 
+    from . import build_side  # noqa: F401 (an error of it would be lost in the process that is forked)
+
     status = 1
     try:
         os.setsid()
