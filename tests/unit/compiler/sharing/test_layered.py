@@ -186,7 +186,7 @@ def test_machines_that_share_a_build_make_a_result_once(tmp_path, place):
     first, second = (sharing(tmp_path / name, place) for name in "ab")
     made = list[Machine]()
 
-    for each in (first, second):  # before either starts: one may have sent it before the other looks
+    for each in (first, second):  # before either starts: one may be done when the other looks
         assert each.store.get(KEY) is None
 
     def build(machine):
