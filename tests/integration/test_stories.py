@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from tests.extent import cases
 from tests.manifests import write_manifest
@@ -54,3 +55,14 @@ def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(r
     assert (
         "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in both.stderr
     )
+
+
+def test_a_text_that_ends_amid_a_character_shows_that(stories_bundle):
+    """Its last bytes were kept back for what never came."""
+    names, count = stories_bundle.tokenizer.token_bytes, stories_bundle.config.decoder.vocab_size
+    begins = np.array([names[token_id] == b"\xc3" for token_id in range(count)])
+    options = {"max_new_tokens": 1, "token_mask": lambda _: begins}
+    for more in ({}, {"stop": "never"}):
+        assert stories_bundle.generate("Once", **options, **more).text == "\ufffd"
+    [piece] = stories_bundle.stream("Once", **options)
+    assert (piece.text, piece.finish_reason) == ("\ufffd", "length")
