@@ -62,7 +62,7 @@ def test_a_text_that_ends_amid_a_character_shows_that(stories_bundle):
     names, count = stories_bundle.tokenizer.token_bytes, stories_bundle.config.decoder.vocab_size
     begins = np.array([names[token_id] == b"\xc3" for token_id in range(count)])
     options = {"max_new_tokens": 1, "token_mask": lambda _: begins}
-    for more in ({}, {"stop": "never"}):
+    for more in ({}, {"stop": "never"}, {"stop": "\ufffd or"}):
         assert stories_bundle.generate("Once", **options, **more).text == "\ufffd"
     [piece] = stories_bundle.stream("Once", **options)
     assert (piece.text, piece.finish_reason) == ("\ufffd", "length")
