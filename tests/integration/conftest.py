@@ -77,20 +77,32 @@ def prejit_at(python_at):
     return functools.partial(python_at, "-m", "prejit.runtime")
 
 
+@pytest.fixture(scope="module")
+def reported(here, prejit_at):
+    """Runs a command with a recorded bundle, and returns what it printed, and the report of its run."""
+
+    def run(bundle, *command, options=(), **env):
+        file = here / "report.json"
+        done = prejit_at("run", bundle, "-o", file, *options, "--", *command, **env)
+        return done, json.loads(file.read_text())
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def of_letters(run, once):
-    """Loads an encoder that a function writes: `of_letters("scorer", write_scorer, "shapes = [[1, 8]]")`."""
+    """Builds an encoder that a function writes: `of_letters("scorer", write_scorer, "shapes = [[1, 8]]")`."""
 
-    def loaded(name, write, encode):
+    def built(name, write, encode):
         def make(directory):
             (directory / "model").mkdir()
             write(directory / "model")
             manifest = encoder_manifest(directory / f"{name}.toml", encode)
             run("build", manifest, "-o", directory, quick=True)
 
-        return load(once(f"letters-{name}", make) / name)
+        return once(f"letters-{name}", make) / name
 
-    return loaded
+    return built
 
 
 @pytest.fixture(scope="session")
@@ -192,6 +204,11 @@ def encoder_dir(run, once):
 @pytest.fixture(scope="session")
 def stories_bundle(stories_dir):
     return load(stories_dir)
+
+
+@pytest.fixture(scope="session")
+def lettered_bundle(lettered_dir):
+    return load(lettered_dir, on_mismatch="error")
 
 
 @pytest.fixture(scope="session")

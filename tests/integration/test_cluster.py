@@ -5,10 +5,8 @@ The cluster has processes of its own, as a user's has; `ray` itself is never imp
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 from tests.manifests import functions_manifest
@@ -27,18 +25,10 @@ pytestmark = [
 FUNCTIONS = 8
 
 
-def answers(port):
-    with suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), 1).close()
-        return True
-    return False
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    directory, port = tmp_path_factory.mktemp("cluster"), free_port()
-    with ray_cluster(directory, port, free_port()) as cluster:
-        wait_for(lambda: answers(port), 180, "the head node does not start")
+    with ray_cluster(tmp_path_factory.mktemp("cluster"), free_port(), free_port()) as cluster:
+        cluster.wait()
         yield cluster
 
 

@@ -41,12 +41,8 @@ def checked(request, built, tmp_path, build_cache):
     if request.param == "decoder":
         return built
     write_encoder(tmp_path / "model")
-    manifest = Manifest(
-        "packed",
-        model=Model(str(tmp_path / "model")),
-        encode=Encode(packed=[32]),
-        targets=["cpu-host"],
-    )
+    packed = {"encode": Encode(packed=[32]), "targets": ["cpu-host"]}
+    manifest = Manifest("packed", model=Model(str(tmp_path / "model")), **packed)
     return prejit.compiler.build(manifest, tmp_path, cache=build_cache, quiet=True).path
 
 

@@ -395,15 +395,13 @@ def test_chats_about_images_are_served(bundle, reference, pictures):
             {"type": "input_image", "image_url": f"data:image/png;base64,{data[1]}"},
             {"type": "input_text", "text": QUESTION["text"]},
         ]
-        body = {"model": "made", "max_output_tokens": 9, "temperature": 0}
-        by_user, by_system = (
-            httpx.post(
-                f"{server.url}/v1/responses",
-                json={**body, "input": [{"role": role, "content": parts}]},
-                timeout=60,
-            ).json()
-            for role in ("user", "system")
-        )
+
+        def respond(role):
+            body = {"model": "made", "max_output_tokens": 9, "temperature": 0}
+            body["input"] = [{"role": role, "content": parts}]
+            return httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()
+
+        by_user, by_system = respond("user"), respond("system")
         assert by_user["output"][0]["content"][0]["text"] == expected.text
         refusal = "[0].content[0]: expected images of a user alone"
         assert refusal in by_system["error"]["message"]

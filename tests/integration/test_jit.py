@@ -128,12 +128,7 @@ def bundle_path(build_programs):
         program(jax.jit(accumulate, donate_argnums=0), jnp.ones(1024), jnp.ones(1024)),
         program(difference, Metrics(jnp.ones(2), jnp.ones(2))),
         Program("placed", fn=columns, args=["float32[3,3]"]),
-        Program(
-            "trained",
-            fn=train,
-            args=lambda n: [first_trained(), jnp.ones((n, 4))],
-            buckets={"n": (1, 2)},
-        ),
+        Program("trained", train, lambda n: [first_trained(), jnp.ones((n, 4))], {"n": (1, 2)}),
         Program("weighted", fn=linear, args={"x": "float32[3,4]"}, params=np.ones((4, 2), "f")),
     ]
     return build_programs(programs, "jit")
@@ -562,12 +557,8 @@ def test_a_program_on_a_mesh_takes_arrays_split_for_it(tmp_path, build_cache, py
     state = {"up": "float32[8,16]", "down": "float32[16,4]"}
     split = {"x": ["data"], "state.up": ["", "tensor"], "state.down": ["tensor"]}
     args = {"state": state, "x": "float32[4,8]"}
-    manifest = Manifest(
-        "mesh",
-        targets=["cpu-host"],
-        mesh=Mesh(2, 2),
-        programs=[Program("step", step, args, donate=["state"], shardings=split)],
-    )
+    stepped = Program("step", step, args, donate=["state"], shardings=split)
+    manifest = Manifest("mesh", targets=["cpu-host"], mesh=Mesh(2, 2), programs=[stepped])
     path = build(manifest, tmp_path, cache=build_cache, quiet=True).path
     said = python(ON_A_MESH, path, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
     result = json.loads(said.stdout.splitlines()[-1])

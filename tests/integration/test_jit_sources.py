@@ -61,17 +61,13 @@ if __name__ == "__main__":
         file.write_text(text) if text is not None else file.unlink()
 """,
 }
+FUNCTIONS = {"step": "steps:step", "activated": "chosen:activated", "own": "serve:own"}
 PROGRAMS = {
-    name: f'function = "{function}"; args = ["float32[3]"]'
-    for name, function in {
-        "step": "steps:step",
-        "activated": "chosen:activated",
-        "own": "serve:own",
-    }.items()
+    name: f'function = "{function}"; args = ["float32[3]"]' for name, function in FUNCTIONS.items()
 }
 ALL = {"step", "activated", "own"}
 USED_BY = {
-    "app/__init__.py": {"step", "activated", "own"},
+    "app/__init__.py": ALL,
     "app/config.py": ALL,
     "app/local.py": ALL,  # not there at the build
     "app/scale.py": ALL,
@@ -92,12 +88,8 @@ def test_an_edit_of_a_module_that_a_function_uses_is_a_miss_by_name(tmp_path, ru
     for name, text in FILES.items():
         tmp_path.joinpath(name).parent.mkdir(exist_ok=True, parents=True)
         tmp_path.joinpath(name).write_text(text)
-    build = (
-        "build",
-        functions_manifest(tmp_path / "jitted.toml", PROGRAMS),
-        "-o",
-        tmp_path / "bundles",
-    )
+    manifest = functions_manifest(tmp_path / "jitted.toml", PROGRAMS)
+    build = ("build", manifest, "-o", tmp_path / "bundles")
     run(*build, quick=True)
 
     def called(*edited):

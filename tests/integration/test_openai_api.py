@@ -33,19 +33,12 @@ def imported():
 
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add numbers",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [2, 3]}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
-    },
+NUMBERS = {
+    **{"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [2, 3]}}},
+    **{"required": ["a", "b"], "additionalProperties": False},
 }
+FUNCTION = {"name": "add", "description": "Add numbers", "parameters": NUMBERS}
+ADD = {"type": "function", "function": FUNCTION}
 HUGE = b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"
 USER = [{"role": "user", "content": ONCE}]
 
@@ -186,16 +179,11 @@ def test_cached_tokens_are_counted_for_the_same_salt(complete):
 
 def test_what_answers_of_one_request_share_is_not_cached(client):
     words = [{"role": "user", "content": "Tim and Sue went to the park to play with a ball. " * 2}]
-    options = {"n": 4, "temperature": 1.5, "stop": ["e"], "stream": True}
+    options = {"n": 4, "temperature": 1.5, "stop": ["e"], "stream": True, "messages": words}
+    options |= {"model": "stories", "stream_options": {"include_usage": True}}
     for seed in range(4):  # so that any answer is the first to end
-        *_, last = client.chat.completions.create(
-            model="stories",
-            messages=words,
-            seed=seed,
-            stream_options={"include_usage": True},
-            extra_body={"cache_salt": f"seed {seed}"},
-            **options,
-        )
+        salt = {"cache_salt": f"seed {seed}"}
+        *_, last = client.chat.completions.create(seed=seed, extra_body=salt, **options)
         assert last.usage.prompt_tokens_details.cached_tokens == 0
 
 
@@ -237,7 +225,7 @@ def test_a_chat_goes_through_the_template(client, stories_bundle):
 @pytest.mark.thorough
 def test_arguments_of_a_strict_function_follow_its_schema(client):
     options = {"messages": USER, "max_tokens": 100, "temperature": 0}
-    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+    strict = {**ADD, "function": {**FUNCTION, "strict": True}}
     loose, tight = (
         client.chat.completions.create(model="wrong", tools=[tool], **options).choices[0]
         for tool in (ADD, strict)
@@ -297,12 +285,8 @@ def test_a_grammar_forces_calls(client, stories_bundle, choice, stream):
     assert json.loads(call.function.arguments).keys() == {"a", "b"}
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "blue"]}, "big": {"type": "boolean"}},
-    "required": ["colour", "big"],
-    "additionalProperties": False,
-}
+BALL = {"colour": {"enum": ["red", "blue"]}, "big": {"type": "boolean"}}
+SCHEMA = {**NUMBERS, "properties": BALL, "required": ["colour", "big"]}
 
 
 def test_json_of_a_schema_is_what_comes(client, post, stories_bundle):
@@ -316,12 +300,9 @@ def test_json_of_a_schema_is_what_comes(client, post, stories_bundle):
         value = json.loads(choice.message.content)
         assert value.keys() == {"colour", "big"}
         assert value["colour"] in ("red", "blue")
-    responded = client.responses.create(
-        model="stories",
-        input=ONCE,
-        text={"format": {"type": "json_schema", "name": "ball", "schema": SCHEMA}},
-        extra_body={"logit_bias": bias},
-    )
+    form = {"format": {"type": "json_schema", "name": "ball", "schema": SCHEMA}}
+    options = {"model": "stories", "input": ONCE, "extra_body": {"logit_bias": bias}}
+    responded = client.responses.create(text=form, **options)
     assert json.loads(responded.output_text).keys() == {"colour", "big"}
     any_object = {"response_format": {"type": "json_object"}, "max_tokens": 30}
     found = client.chat.completions.create(model="stories", messages=USER, **any_object)
@@ -369,7 +350,7 @@ def test_responses_are_whole_and_streamed(client, stories_bundle):
 
 @pytest.mark.parametrize("name", ["hermes", "prose"])
 def test_the_client_accumulates_streamed_responses(client, name):
-    tool = {"type": "function", "strict": True, **ADD["function"]}
+    tool = {"type": "function", "strict": True, **FUNCTION}
     options = {"model": name, "input": ONCE, "tools": [tool], "max_output_tokens": 250}
     with client.responses.stream(**options) as events:
         for event in events:

@@ -346,10 +346,8 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new, client, stories_bundle)
         assert len(lists.tokens) == len(ids) + new
         places = [*lists.text_offset, len(choice.text)]
         cut = [choice.text[at:end] for at, end in itertools.pairwise(places)]
-        assert cut[1:] == [
-            lists.tokens[1].strip(),
-            *lists.tokens[2:],
-        ]  # the text begins without space
+        # The text begins without space.
+        assert cut[1:] == [lists.tokens[1].strip(), *lists.tokens[2:]]
         assert (lists.token_logprobs[0], lists.top_logprobs[0]) == (None, None)
         scores = pytest.approx(_by_prefill(bundle, ids), abs=1e-4)
         assert lists.token_logprobs[1 : len(ids)] == scores

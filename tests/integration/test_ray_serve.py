@@ -17,9 +17,8 @@ from tests.ray_cluster import descendants
 from tests.waiting import wait_for
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::pytest.PytestUnraisableExceptionWarning"
-    ),  # Ray's own files
+    # Ray leaves files open.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.thorough,  # Ray takes 40 s of CPU time, and its parts give up on a busy machine
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None or importlib.util.find_spec("bentoml") is None,
@@ -81,17 +80,9 @@ class Replicas:
     def __init__(self, path, temporary):
         self.port = free_port()
         self.running = []
-        command = [
-            sys.executable,
-            "-c",
-            _SERVING,
-            str(path),
-            str(self.port),
-            temporary,
-            str(AT_ONCE),
-        ]
+        command = map(str, (sys.executable, "-c", _SERVING, path, self.port, temporary, AT_ONCE))
         env = {**os.environ, **SETTINGS}
-        self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen([*command], env=env, stdout=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

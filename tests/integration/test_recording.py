@@ -39,14 +39,9 @@ def started(here, *words, **pipes):
     return subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, **pipes)
 
 
-def report_of(prejit_at, bundle, *command, **more):
-    file = bundle.parent / "report.json"
-    done = prejit_at("run", bundle, "-o", file, "--", *command, **more)
-    found = json.loads(file.read_text())
-    return {**found, "stdout": done.stdout, "stderr": done.stderr}
-
-
-def test_a_recorded_program_compiles_nothing_here_and_elsewhere(bundle, prejit_at, tmp_path):
+def test_a_recorded_program_compiles_nothing_here_and_elsewhere(
+    bundle, prejit_at, reported, tmp_path
+):
     """Elsewhere: a copy of the bundle, another HOME, working directory and runtime cache."""
     required = ("--require-aot", "--", sys.executable, "-W", "error", "serve.py")
     plain = prejit_at("run", bundle, *required)
@@ -56,14 +51,14 @@ def test_a_recorded_program_compiles_nothing_here_and_elsewhere(bundle, prejit_a
     shutil.copy(bundle.parent / "serve.py", tmp_path / "serve.py")
     home = {"HOME": str(tmp_path / "home"), "PREJIT_RUNTIME_CACHE": str(tmp_path / "cache")}
     script = f"cd {tmp_path} && exec {sys.executable} serve.py"
-    found = report_of(prejit_at, copy, "sh", "-c", script, **home)
-    assert (found["stdout"], found["stderr"]) == (plain.stdout, "")
+    done, found = reported(copy, "sh", "-c", script, **home)
+    assert (done.stdout, done.stderr) == (plain.stdout, "")
     assert (found["missed"], found["mismatch"], found["processes"]) == (0, None, 1)
     assert found["hits"] > 1
     assert "jit_score" in {program["name"] for program in found["programs"]}
 
 
-def test_the_cache_is_read_and_never_written(bundle, prejit_at, tmp_path):
+def test_the_cache_is_read_and_never_written(bundle, prejit_at, reported, tmp_path):
     """Also by a program that sets a cache and its limits itself, as root, who may write anywhere."""
     cache = tmp_path / "cache"
     lines = (
@@ -75,8 +70,8 @@ def test_the_cache_is_read_and_never_written(bundle, prejit_at, tmp_path):
         "serve.score(jnp.ones((5, 4)), jnp.float32(2))",
     )
     command = (sys.executable, "-c", "\n".join(lines))
-    found = report_of(prejit_at, bundle, *command, PREJIT_RUNTIME_CACHE=str(cache))
-    assert found["stdout"].startswith(ANSWER)
+    done, found = reported(bundle, *command, PREJIT_RUNTIME_CACHE=str(cache))
+    assert done.stdout.startswith(ANSWER)
     assert found["hits"] > 1
     assert {miss["name"] for miss in found["misses"]} >= {"jit_score"}
     assert any("own: not used" in note for note in found["notes"])
@@ -145,14 +140,16 @@ write_layout(Path(sys.argv[2]), *assemble("serve", [packed(target, "serve")]))
 
 
 @pytest.mark.thorough
-def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(bundle, prejit_at, tmp_path):
+def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(
+    bundle, prejit_at, reported, tmp_path
+):
     """As after an upgrade: the bundle has the files and keys of a jaxlib that is not installed."""
     rewritten = tmp_path / "serve"
     subprocess.run([sys.executable, "-c", AGED, bundle, rewritten], check=True)
-    found = report_of(prejit_at, rewritten, sys.executable, "serve.py")
-    assert found["stdout"].startswith(ANSWER)
+    done, found = reported(rewritten, sys.executable, "serve.py")
+    assert done.stdout.startswith(ANSWER)
     assert found["mismatch"].startswith("jaxlib: needs 0.0.1, found")
-    assert "The program runs without the bundle" in found["stderr"]
+    assert "The program runs without the bundle" in done.stderr
     assert {d["name"] for miss in found["misses"] for d in miss["differs"]} == {"jaxlib"}
     prejit_at("record", "-o", rewritten, "--", sys.executable, "serve.py")
     prejit_at("run", rewritten, "--require-aot", "--", sys.executable, "serve.py")
@@ -213,17 +210,17 @@ def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tm
 
 
 @pytest.mark.thorough
-def test_a_program_with_its_own_logging_is_not_disturbed(bundle, prejit_at):
+def test_a_program_with_its_own_logging_is_not_disturbed(bundle, reported):
     """jax's messages, which the report needs, do not reach the handlers of the program."""
     lines = (
         "import logging",
         "logging.basicConfig(level=logging.INFO, format='LOG %(name)s')",
         "import runpy; runpy.run_path('serve.py', run_name='__main__')",
     )
-    found = report_of(prejit_at, bundle, sys.executable, "-c", "\n".join(lines))
+    done, found = reported(bundle, sys.executable, "-c", "\n".join(lines))
     assert found["missed"] == 0
-    assert "jax._src.cache_key" not in found["stderr"]
-    assert "jax._src.compiler" not in found["stderr"]
+    assert "jax._src.cache_key" not in done.stderr
+    assert "jax._src.compiler" not in done.stderr
 
 
 def test_nothing_to_record_is_said(prejit_at, tmp_path):

@@ -67,20 +67,18 @@ pytestmark = [
 ]
 
 
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+COMMAND = (sys.executable, "serve.py")
+
+
 @pytest.fixture(scope="module")
 def on_two_devices(python_at):
-    return functools.partial(python_at, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    return functools.partial(python_at, **TWO_DEVICES)
 
 
 def recorded(on_two_devices, bundle, *options, **env):
     words = ("-m", "prejit.runtime", "record", "-o", bundle, *options, "--")
-    return on_two_devices(*words, sys.executable, "serve.py", **env)
-
-
-def report_of(on_two_devices, here, bundle, *options, **env):
-    words = ("-m", "prejit.runtime", "run", bundle, "-o", "report.json", *options, "--")
-    done = on_two_devices(*words, sys.executable, "serve.py", **env)
-    return done, json.loads((here / "report.json").read_text())
+    return on_two_devices(*words, *COMMAND, **env)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,9 @@ def built(here, recording, on_two_devices):
     return here / "fleet" / "serve"
 
 
-def test_a_recording_is_built_for_levels_without_a_trace(here, recording, built, on_two_devices):
+def test_a_recording_is_built_for_levels_without_a_trace(
+    here, recording, built, on_two_devices, reported
+):
     """Recorded here, run for a lower level and for the best one: jax reports no trace and no compile."""
     plain = on_two_devices("serve.py")
     assert int(plain.stderr) > 10
@@ -109,11 +109,12 @@ def test_a_recording_is_built_for_levels_without_a_trace(here, recording, built,
             *("-m", "prejit.runtime", "build", recording, "--target", level, "-o", level)
         )
         assert "compiled 0, cached" in done.stderr
-        done, report = report_of(on_two_devices, here, f"{level}/serve", "--require-aot")
+        strict = {"options": ("--require-aot",), **TWO_DEVICES}
+        done, report = reported(f"{level}/serve", *COMMAND, **strict)
         assert (done.stdout, int(done.stderr)) == (plain.stdout, 0)
         assert (report["hits"], report["missed"], report["traced"]) == (0, 0, {})
         assert report["untraced"] >= 3
-    done, report = report_of(on_two_devices, here, built)
+    done, report = reported(built, *COMMAND, **TWO_DEVICES)
     assert (report["target"], int(done.stderr)) == (LEVELS[1], 0)
 
 
@@ -149,12 +150,13 @@ def test_each_program_that_xla_compiles_is_built_with_the_recorded_flags(here, p
         assert report["traced"] == (reasons if left_out else {})
 
 
-def test_calls_that_are_traced_find_the_keys_of_the_recorded_machine(here, on_two_devices):
+def test_calls_that_are_traced_find_the_keys_of_the_recorded_machine(on_two_devices, reported):
     recorded(on_two_devices, "laptop", LAPTOP="1")
-    _, report = report_of(on_two_devices, here, "laptop")
+    _, report = reported("laptop", *COMMAND, **TWO_DEVICES)
     assert report["hits"] == 0
     on_two_devices("-m", "prejit.runtime", "build", "laptop", "--target", LEVELS[1], "-o", "fleet")
-    _, report = report_of(on_two_devices, here, "fleet/laptop", "--require-aot")
+    strict = {"options": ("--require-aot",), **TWO_DEVICES}
+    _, report = reported("fleet/laptop", *COMMAND, **strict)
     assert report["hits"] >= 3
     assert report["missed"] == 0
 

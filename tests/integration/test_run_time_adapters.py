@@ -124,8 +124,6 @@ def test_an_adapter_gives_the_logits_of_peft(tmp_path, make_decoder):
 def test_rows_of_one_batch_have_each_their_own_adapter_or_none(
     bundle, directories, make_decoder, build_cache, tmp_path
 ):
-    import prejit.compiler
-
     for number in range(SLOTS):
         bundle.adapters.load(f"a{number}", directories[number])
     given = [(prompt, {**OPTIONS, "adapter": f"a{n}"}) for n, prompt in enumerate(PROMPTS)]

@@ -23,8 +23,13 @@ SCORES = [0.38731816, 0.49214369, 0.85673267, 0.39725924]
 
 
 @pytest.fixture(scope="session")
-def scorer(of_letters):
+def scorer_dir(of_letters):
     return of_letters("scorer", write_scorer, "shapes = [[1, 8], [4, 16]]")
+
+
+@pytest.fixture(scope="session")
+def scorer(scorer_dir):
+    return load(scorer_dir)
 
 
 def test_scores_are_those_of_sentence_transformers(scorer):
@@ -41,19 +46,9 @@ def test_scores_are_those_of_sentence_transformers(scorer):
     assert np.abs(alone - scorer.score("", ["b c", "a"])).min() > 1e-4, "no query is no empty query"
 
 
-def test_a_scorer_is_profiled_and_measured(run, tmp_path):
-    (tmp_path / "model").mkdir()
-    write_scorer(tmp_path / "model")
-    run(
-        "build",
-        encoder_manifest(tmp_path / "m.toml", "shapes = [[4, 16]]"),
-        "-o",
-        tmp_path,
-        quick=True,
-    )
-    path = tmp_path / "m"
-    assert "/pool" in run("profile", path, "--seconds", "0.1").stdout
-    said = run("bench", path, "--runs", "1", "--seconds", "0.1").stdout
+def test_a_scorer_is_profiled_and_measured(run, scorer_dir):
+    assert "/pool" in run("profile", scorer_dir, "--seconds", "0.1").stdout
+    said = run("bench", scorer_dir, "--runs", "1", "--seconds", "0.1").stdout
     assert "exec to first result" in said
 
 
@@ -215,7 +210,7 @@ SCORE = 0.8335326
 @pytest.fixture(scope="module")
 def heads(of_letters):
     keys = 'shapes = [[1, 8], [4, 16]]\nheads = ["sparse", "multi_vector"]'
-    return of_letters("heads", write_heads, keys)
+    return load(of_letters("heads", write_heads, keys))
 
 
 def check_heads(encoded, order=(0, 1, 2)):

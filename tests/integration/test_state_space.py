@@ -1,22 +1,14 @@
 """Sessions and prefixes keep only whole states of a decoder whose state cannot go back.
 
-The model is that of an example. test_invariance.py has it in every way to generate, beside a plain loop over
-its code.
+The model is that of an example. test_invariance.py has it in every way to generate, and test_examples.py
+beside a plain loop over its code.
 """
 
-import importlib.util
-import sys
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.manifests import write_manifest
 
-import prejit.compiler
-from prejit.compiler import Generate, Manifest, Model
 from prejit.runtime import load
-from prejit.runtime.errors import ManifestError
 from prejit.runtime.generation import decode
 
 from .conftest import ROOT
@@ -25,16 +17,6 @@ pytestmark = pytest.mark.thorough
 
 CONTEXT = 72
 TEXTS = np.random.default_rng(0).integers(0, 512, (4, CONTEXT)).tolist()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = write_model(tmp_path_factory.mktemp("state_space"))
-    spec = importlib.util.spec_from_file_location("state_space", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["state_space"] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module.model
 
 
 def write_model(directory):
@@ -78,19 +60,6 @@ def goes_on(bundle, by, prompt, count, reused=None, **options):
     return list(found.token_ids)
 
 
-def test_a_text_is_that_of_a_plain_loop(bundle, model):
-    """One row, one token a call, one cache from the first token to the last."""
-    step, cache = jax.jit(model.__call__), model.make_cache(1, CONTEXT, "float32")
-    text, one = list(TEXTS[0][:9]), jnp.ones(1, jnp.int32)
-    for place in range(9 + 24 - 1):
-        token = jnp.array([[text[place]]], jnp.int32)
-        logits, cache = step(token, jnp.array([place], jnp.int32), one, cache)
-        if place >= 8:
-            text.append(int(logits[0].argmax()))
-    assert len(set(text[9:])) > 4, "a text that says something"
-    assert written(bundle, text[:9], 24) == text[9:]
-
-
 @pytest.fixture(params=[1, 4])
 def steps(request, monkeypatch):
     """The most steps of a decode call, which otherwise depend on how long a step takes."""
@@ -128,17 +97,13 @@ def test_a_prefix_serves_what_its_state_can_continue(bundle):
     goes_on(bundle, bundle, text[:20], 5, prefix=prefix)
 
 
-def test_one_context_is_enough_for_a_cache_without_positions(model, tmp_path):
-    manifest = Manifest(
-        "m",
-        model=Model(module=model),
-        generate=Generate(batch=(1,), prompt=(8,), context=(64, 4096)),
-        targets=["cpu-host"],
-    )
-    with pytest.raises(ManifestError) as caught:
-        prejit.compiler.build(manifest, tmp_path, cache=tmp_path / "cache", quiet=True)
-    assert str(caught.value) == (
-        "manifest 'm': generate.context: expected one size, because the cache of StateSpaceModel has no "
-        "positions and is as large for any; found [64, 4096]"
-    )
-    assert caught.value.hint == "give the longest text that you want to allow: context = [4096]"
+def test_one_context_is_enough_for_a_cache_without_positions(run, tmp_path):
+    write_model(tmp_path)
+    sizes = {"prompt": (8,), "context": (64, 4096)}
+    manifest = write_manifest(tmp_path / "m.toml", model='module = "model:model"', **sizes)
+    said = run("build", manifest, "-o", tmp_path, quick=True, status=2).stderr
+    assert (
+        "generate.context: expected one size, because the cache of model:model has no "
+        "positions and is as large for any; found [64, 4096]\n"
+    ) in said
+    assert "give the longest text that you want to allow: context = [4096]" in said

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from tests.extent import cases
 from tests.manifests import write_manifest
@@ -15,13 +16,9 @@ TARGETS = cases(["cpu-host"], others=["cpu-x86-64-v3", "cpu-x86-64-v2"])
 def bundles(run, stories, tmp_path_factory):
     directory = tmp_path_factory.mktemp("stories")
     for target in TARGETS:
-        path = directory / f"{target}.toml"
-        run(
-            "build",
-            write_manifest(path, stories[0], name=target, targets=(target,)),
-            "-o",
-            directory,
-        )
+        of_target = {"name": target, "targets": (target,)}
+        manifest = write_manifest(directory / f"{target}.toml", stories[0], **of_target)
+        run("build", manifest, "-o", directory)
     return {target: directory / target for target in TARGETS}
 
 
@@ -42,14 +39,6 @@ def test_fresh_process_writes_the_published_text(run, bundles, stories, target):
     assert {p["source"] for p in result["programs"]} <= {"loaded", "unused"}
 
 
-def test_streamed_pieces_join_to_the_text_and_are_whole_characters(bundles, stories):
-    bundle = load(bundles["cpu-host"])
-    pieces = list(bundle.stream([1], max_new_tokens=len(stories[1]["ids"])))
-    assert "".join(piece.text for piece in pieces) == stories[1]["text"]
-    assert [piece.token_id for piece in pieces] == stories[1]["ids"]
-    assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
-
-
 def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(run, stories_dir):
     options = ("--max-new-tokens", "40", "--json", "--on-mismatch", "error")
     chat = ("generate", stories_dir, "--chat", "Once upon a time", *options)
@@ -66,3 +55,14 @@ def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(r
     assert (
         "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in both.stderr
     )
+
+
+def test_a_text_that_ends_amid_a_character_shows_that(stories_bundle):
+    """Its last bytes were kept back for what never came."""
+    names, count = stories_bundle.tokenizer.token_bytes, stories_bundle.config.decoder.vocab_size
+    begins = np.array([names[token_id] == b"\xc3" for token_id in range(count)])
+    options = {"max_new_tokens": 1, "token_mask": lambda _: begins}
+    for more in ({}, {"stop": "never"}, {"stop": "\ufffd or"}):
+        assert stories_bundle.generate("Once", **options, **more).text == "\ufffd"
+    [piece] = stories_bundle.stream("Once", **options)
+    assert (piece.text, piece.finish_reason) == ("\ufffd", "length")

@@ -1,6 +1,7 @@
-"""Requests for structured output, as vLLM, llama.cpp and OpenAI document them; and hostile ones."""
+"""Structured output of a random model, as vLLM, llama.cpp and OpenAI document it; and hostile requests."""
 
 import json
+import random
 import re
 import threading
 import time
@@ -9,12 +10,14 @@ import httpx
 import jsonschema
 import pytest
 from tests.decoders import build
+from tests.extent import examples
 from tests.lettered import write_lettered
 from tests.unit.server.running import running, wait_for
 
 from prejit.runtime import load
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
+from prejit.server.grammar.grammars import Grammars
 from prejit.server.served.served import Models, Served
 
 USER = [{"role": "user", "content": "ab"}]
@@ -45,35 +48,24 @@ number ::= "1 " | "2 "
 """
 SQL = r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ?"
 MAIL = r"[a-z]{1,5}@[a-z]{1,3}\.com\n"
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {**CAR, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
-    },
-}
+
+
+def tool(name, parameters, **more):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+ADD = tool("add", {**CAR, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
 NONE = {"type": "object", "properties": {}, "additionalProperties": False}
-NOW = {"type": "function", "function": {"name": "now", "parameters": NONE}}
-WRONG = {
-    "type": "function",
-    "function": {
-        "name": "wrong",
-        "strict": True,
-        "parameters": {**NONE, "properties": {"a": {"not": {}}}},
-    },
-}
+NOW = tool("now", NONE)
+WRONG = tool("wrong", {**NONE, "properties": {"a": {"not": {}}}}, strict=True)
 DIVISOR = {"type": "integer", "multipleOf": 99_999_999}
 """Takes the grammar library minutes."""
 
 
 @pytest.fixture(scope="module")
-def bundle(lettered_dir):
-    return load(lettered_dir, on_mismatch="error")
-
-
-@pytest.fixture(scope="module")
-def server(bundle):
-    models = Models(Served("model", bundle, Engine(bundle, slots=2, queue=200), 1))
+def server(lettered_bundle):
+    engine = Engine(lettered_bundle, slots=2, queue=200)
+    models = Models(Served("model", lettered_bundle, engine, 1))
     try:
         with running(models, Settings()) as found:
             yield found
@@ -172,9 +164,11 @@ def test_what_no_answer_can_be_is_refused(server, body, param, message):
     assert re.search(message, error["message"]), error["message"]
 
 
-def test_a_grammar_of_suppressed_tokens_is_not_complete(lettered_dir, warm, build_cache, tmp_path):
+def test_a_grammar_of_suppressed_tokens_is_not_complete(
+    lettered_bundle, warm, build_cache, tmp_path
+):
     model = write_lettered(tmp_path / "model")
-    ids = load(lettered_dir).tokenizer.library.get_vocab()
+    ids = lettered_bundle.tokenizer.library.get_vocab()
     ends = ids["</s>"]
     config = {"suppress_tokens": [ids["b"], ends, 10**6], "begin_suppress_tokens": [ids["c"]]}
     (model / "generation_config.json").write_text(json.dumps(config))
@@ -242,6 +236,96 @@ def test_only_allowed_tools_are_called(client, server):
     assert [item.name for item in found.output if item.type == "function_call"] == ["now"]
 
 
+# What satisfies a schema, whatever the model writes
+
+STRING = {"type": "string", "maxLength": 6}
+INTEGER = {"type": "integer", "minimum": -9, "maximum": 99}
+
+
+def strict(required=None, **properties):
+    """A schema of an object with these members only, all of them required if nothing else is said."""
+    names = list(properties if required is None else required)
+    return {"type": "object", "properties": properties, "required": names,
+            "additionalProperties": False}  # fmt: skip
+
+
+SCHEMAS = {
+    "number": {"type": "number", "exclusiveMinimum": 0, "maximum": 2.5},
+    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
+    "pattern": {"type": "string", "pattern": "^[A-C]{2}-[0-9]{1,4}$"},
+    "date": {"type": "string", "format": "date"},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "uuid": {"type": "string", "format": "uuid"},
+    "const": {"const": {"k": ["é", 1.5, False]}},
+    "tuple": {"type": "array", "prefixItems": [STRING, INTEGER], "items": False, "minItems": 2},
+    "union": {"anyOf": [strict(kind={"const": "a"}, x=INTEGER), strict(kind={"const": "b"}, y=STRING),
+                        {"type": "null"}]},
+    "map": {"type": "object", "additionalProperties": INTEGER, "maxProperties": 2,
+            "patternProperties": {"^[a-z]{1,3}$": INTEGER}},
+    "tree": {"$ref": "#/$defs/tree", "$defs": {"tree": strict(("v",), v=INTEGER,
+             left={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}), "leaf": strict(v=INTEGER)}},
+    "all": {"allOf": [{"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
+                      {"properties": {"b": STRING}, "required": ["b"]}], "additionalProperties": False,
+            "properties": {"a": True, "b": True}},
+    "types": {"type": ["integer", "boolean"], "minimum": 0, "maximum": 5},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grammars(lettered_bundle):
+    return Grammars(lettered_bundle)
+
+
+def test_what_a_random_model_writes_satisfies_its_schema(lettered_bundle, grammars):
+    for name, schema in SCHEMAS.items():
+        check = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        for seed in range(2):
+            result = lettered_bundle.generate(
+                "ab", token_mask=grammars.json_schema(schema), temperature=3.0, seed=seed
+            )
+            assert result.finish_reason == "stop", (name, result.text)
+            check.validate(json.loads(result.text))
+
+
+def _schema(draw, depth):
+    kinds = ["integer", "string", "boolean", "null", "enum"]
+    match draw.choice(kinds + ["object", "array", "anyOf"] * (depth > 0)):
+        case "integer":
+            least = draw.randint(-50, 50)
+            return {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 60)}
+        case "string":
+            least = draw.randint(0, 2)
+            return {"type": "string", "minLength": least, "maxLength": least + draw.randint(0, 4)}
+        case "enum":
+            values = ["ab", 'a"b\\', "é\n", 1, -2.5, True, None, [], {"a": 1}]
+            return {"enum": draw.sample(values, draw.randint(1, 4))}
+        case "object":
+            names = draw.sample(["a", "ab", "é", "x y", '"q"', "12"], draw.randint(0, 3))
+            members = {name: _schema(draw, depth - 1) for name in names}
+            return strict(tuple(name for name in names if draw.random() < 0.6), **members)
+        case "array":
+            least = draw.randint(0, 2)
+            return {"type": "array", "items": _schema(draw, depth - 1), "minItems": least,
+                    "maxItems": least + draw.randint(0, 2)}  # fmt: skip
+        case "anyOf":
+            return {"anyOf": [_schema(draw, depth - 1) for _ in range(draw.randint(1, 3))]}
+        case kind:
+            return {"type": kind}
+
+
+def test_what_a_random_model_writes_satisfies_a_random_schema(lettered_bundle, grammars):
+    for seed in range(examples(10, 40)):
+        schema = _schema(random.Random(seed), 2)
+        mask = grammars.json_schema(schema)
+        result = lettered_bundle.generate("ab", token_mask=mask, temperature=3.0, seed=seed)
+        if result.finish_reason == "context":  # only its beginning is known to be right
+            assert not mask.accepts(result.token_ids), seed
+            continue
+        assert result.finish_reason == "stop", seed
+        assert mask.accepts(result.token_ids), seed
+        jsonschema.Draft202012Validator(schema).validate(json.loads(result.text))
+
+
 # Hostile clients
 
 
@@ -283,16 +367,16 @@ def test_a_grammar_is_given_up_when_its_client_is_gone(server):
     wait_for(lambda: server.requests() == 0)
 
 
-def test_many_prompts_are_tokenized_off_the_event_loop(server, bundle, monkeypatch):
+def test_many_prompts_are_tokenized_off_the_event_loop(server, lettered_bundle, monkeypatch):
     """Each alone is short enough for the event loop, all of them are not."""
     threads = set()
-    encode = type(bundle.tokenizer).encode
+    encode = type(lettered_bundle.tokenizer).encode
 
     def spy(self, *args, **kwargs):
         threads.add(threading.current_thread().name)
         return encode(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(bundle.tokenizer), "encode", spy)
+    monkeypatch.setattr(type(lettered_bundle.tokenizer), "encode", spy)
     body = {"prompt": ["a " * 4_500] * 4, "max_tokens": 1}
     httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert {name.rpartition("_")[0] for name in threads} == {"prejit-text"}

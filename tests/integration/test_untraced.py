@@ -1,6 +1,5 @@
 """Programs that start without tracing: recorded twice, then run as they were and with everything changed."""
 
-import json
 import os
 import re
 import sys
@@ -83,11 +82,6 @@ def recorded(prejit_at, bundle, command):
     return [prejit_at(*words).stderr for _ in range(2)]
 
 
-def report_of(prejit_at, here, bundle, command=COMMAND, options=(), **env):
-    done = prejit_at("run", bundle, "-o", here / "report.json", *options, "--", *command, **env)
-    return done, json.loads((here / "report.json").read_text())
-
-
 def plain(here, command=COMMAND, **env):
     return ran(*command, cwd=here, env={**os.environ, **env})
 
@@ -101,10 +95,10 @@ def bundle(here, prejit_at):
     return here / "serve"
 
 
-def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit_at):
+def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, reported):
     """jax reports no trace, no lowering and no compile; the results are those of jax."""
     other = {"SHLVL": "9", "OLDPWD": "/", "_": "/bin/other", "HOSTNAME": "b-1"}
-    done, report = report_of(prejit_at, here, bundle, **other)
+    done, report = reported(bundle, *COMMAND, **other)
     expected = plain(here)
     assert done.stdout == expected.stdout
     assert (int(done.stderr), report["hits"], report["missed"], report["traced"]) == (0, 0, 0, {})
@@ -118,9 +112,9 @@ def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit
 
 
 @pytest.mark.thorough
-def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bundle, prejit_at):
+def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bundle, reported):
     def changed(reason, command=COMMAND, **env):
-        done, report = report_of(prejit_at, here, bundle, command, **env)
+        done, report = reported(bundle, *command, **env)
         assert done.stdout == plain(here, command, **env).stdout
         assert report["untraced"] == 0
         assert any(reason in each for each in report["traced"]), report["traced"]
@@ -137,7 +131,7 @@ def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bu
     changed("the environment variable TQDM_A", TQDM_A="1")
     changed("no recording of this command", (sys.executable, "serve.py", "5"))
     # Its bytes are as recorded, its times are not.
-    done, report = report_of(prejit_at, here, bundle)
+    done, report = reported(bundle, *COMMAND)
     assert (int(done.stderr), report["traced"]) == (0, {})
 
 
@@ -229,7 +223,7 @@ def impure(here, prejit_at):
 
 
 @pytest.mark.thorough
-def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
+def test_traces_with_effects_are_never_left_out(here, impure, reported):
     command, bundle, said = impure
     for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
         assert f"({name})" in said, name
@@ -238,7 +232,7 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
         assert re.search(rf"\b{name}\b.*: its trace changes ", said), (name, said)
     assert "(counts): its trace does os.cpu_count" in said
     assert "(lowers): its lowering changes the settings of jax" in said
-    done, report = report_of(prejit_at, here, bundle, command)
+    done, report = reported(bundle, *command)
     assert done.stdout == plain(here, command).stdout
     assert report["untraced"] > 3
     assert not any("jit_sin" in names for names in report["traced"].values())
@@ -248,15 +242,15 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
 
 
 @pytest.mark.thorough
-def test_traces_that_are_checked_find_what_no_input_tells(here, impure, prejit_at):
+def test_traces_that_are_checked_find_what_no_input_tells(here, impure, reported):
     """Nothing tells prejit how large a file is that was not opened, nor what a ufunc calls."""
     command, bundle, _ = impure
     options = ("--check-traces", "100")
-    done, report = report_of(prejit_at, here, bundle, command, options)
+    done, report = reported(bundle, *command, options=options)
     assert report["untraced"] == 0
     assert "another program" not in done.stderr
     (here / "hidden").write_text("1")
-    done, _ = report_of(prejit_at, here, bundle, command, options)
+    done, _ = reported(bundle, *command, options=options)
     (here / "hidden").write_text("")
     assert "the trace of jit__lambda gives another program than the recorded one" in done.stderr
     assert done.stdout.splitlines()[-1] == "3.0"
