@@ -170,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         every = [each for path in files if given.room in str(path) for each in mutants_of(path)]
         random.Random(given.seed).shuffle(every)
         chosen = [*itertools.islice(filter(is_python, every), given.count)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `run` restores its file then
     done = []
     for mutant in chosen:
         done.append(run(mutant))
