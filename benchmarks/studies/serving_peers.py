@@ -172,7 +172,7 @@ def prepare(
         sizes = {"batch": counts, "prompt": (workload.PROMPT_TOKENS,), "context": (context,)}
         title = f"{KINDS[context]}-{name}"
         if context > CONTEXT:
-            sizes |= {"batch": sorted({1, *counts}), "prompt": LONG_PROMPTS}
+            sizes |= {"batch": tuple(sorted({1, *counts})), "prompt": LONG_PROMPTS}
         source = str(with_tokenizer(bench, model.source))
         bundle = bench.built_manifest(title, decoder_manifest(title, source, model.dtype, sizes))
     if LLAMA_SERVER in systems:
