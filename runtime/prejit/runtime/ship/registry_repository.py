@@ -238,15 +238,20 @@ class Registry:
 
     def _pages(self, path: str, most_bytes: int, what: str) -> Iterator[bytes]:
         """Yield the pages of a list; none: there is no such list."""
-        is_first = True
+        seen = set[str]()
         for _ in range(_MOST_PAGES):
+            if path in seen:
+                raise RejectError(
+                    self.name, f"pages of {what} form a circle: {path:.80} comes again"
+                )
             if (answer := self._client.read(path, most_bytes)) is None:
-                if is_first:
+                if not seen:
                     return
                 raise StoreError(f"{self.name}: {path:.80}: not found", hint="try again")
             response, content = answer
             yield content
-            is_first, path = False, response.links.get("next", {}).get("url", "")
+            seen.add(path)
+            path = response.links.get("next", {}).get("url", "")
             if not path:
                 return
         raise StoreError(
