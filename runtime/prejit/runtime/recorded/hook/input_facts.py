@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -38,19 +39,29 @@ def identity_of(path: str) -> list[int] | None:
 
     None: there is no file.
     """
+    return identity_and_device(path)[0]
+
+
+def identity_and_device(path: str) -> tuple[list[int] | None, int]:
+    """Return `identity_of` and the number of the file system."""
     try:
         found = _stat(path)
     except (OSError, ValueError):
-        return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        return None, 0
+    identity = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    return identity, found.st_dev
 
 
-def device_of(path: str) -> int:
-    """Return the number of the file system of a path; 0: there is no such path."""
-    try:
-        return _stat(path).st_dev
-    except (OSError, ValueError):
-        return 0
+def memory_devices() -> set[int]:
+    """Return the numbers of the file systems in memory, but that of the root: its files are too many."""
+    found = set[int]()
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:  # proc_pid_mountinfo(5)
+            _, _, device, *_ = fields = line.split()
+            if fields[fields.index("-") + 1] in ("tmpfs", "ramfs"):
+                found.add(os.makedev(*map(int, device.split(":"))))
+        found.discard(_stat("/").st_dev)
+    return found
 
 
 def kind_of(path: str) -> int:

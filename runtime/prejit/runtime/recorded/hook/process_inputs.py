@@ -20,14 +20,14 @@ from prejit.runtime.recorded.hook.input_facts import (
     FILES_OF_MEMORY,
     LISTED,
     counted_names,
-    device_of,
     file_of,
-    identity_of,
+    identity_and_device,
     initial_environment,
     is_of_library,
     kind_of,
     link_of,
     listing_digest,
+    memory_devices,
     order_digest,
     packages_digest,
 )
@@ -79,9 +79,10 @@ class InputComparison:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
             "variables" [name, index of the first call after it was read, value then, or the names where code
             LISTED variables], "files" [path, index, identity, digest], "listings", "orders" (listings in
-            traces) and "packages" [path, index, digest], "kinds" [path, index, kind], "links" [path, index,
-            where it leads] and "absent" [name of a module, index, None], each in the order of the index,
-            "modules" the files of all imported modules by name, "prefix" `sys.prefix`.
+            traces, with the system's order of names) and "packages" [path, index, digest], "kinds" [path,
+            index, kind], "links" [path, index, where it leads] and "absent" [name of a module, index, None],
+            each in the order of the index, "modules" the files of all imported modules by name, "prefix"
+            `sys.prefix`.
         receipts: where this user keeps identities and digests of files that are equal although these differ.
     """
 
@@ -94,8 +95,7 @@ class InputComparison:
         self._module_count = 0
         self._known: dict[str, list[Any]] | None = None
         self._is_new = False
-        memory = device_of(FILES_OF_MEMORY)
-        self._memory = None if memory == device_of("/") else memory
+        self._memory = memory_devices()
 
     def difference(self, index: int) -> str | None:
         """Return what differs of the inputs that the call with this index came after; None: nothing does."""
@@ -138,7 +138,7 @@ class InputComparison:
 
     def _until(self, kind: str, index: int) -> list[list[Any]]:
         """Return the recorded inputs of a kind that no call before needed, without their index."""
-        entries = self._inputs.get(kind, [])
+        entries = self._inputs[kind]
         start = end = self._compared[kind]
         while end < len(entries) and entries[end][1] <= index:
             end += 1
@@ -146,11 +146,11 @@ class InputComparison:
         return [[each[0], *each[2:]] for each in entries[start:end]]
 
     def _is_equal(self, path: str, identity: list[int] | None, digest: str | None) -> bool:
-        found = identity_of(path)
+        found, device = identity_and_device(path)
         if found is None or identity is None:
             return found == identity
-        # A process that has mapped shared memory writes there without a change of times.
-        in_memory = device_of(path) == self._memory
+        # A process that has mapped a file in memory writes there without a change of times.
+        in_memory = device in self._memory or path.startswith(FILES_OF_MEMORY)
         if not in_memory and (found == identity or self._receipt(path) == [found, digest]):
             return True
         if found[0] != identity[0] or digest is None or file_digest(path) != digest:
