@@ -135,9 +135,11 @@ def jax_bfloat16(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
     return jax(bench, work, True, "--bfloat16")
 
 
-def llama_cpp(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
-    """Return the process of llama.cpp's Python binding."""
-    python = peer_environments.interpreter(bench.directory, "llama.cpp")
+def llama_cpp(
+    bench: Bench, work: Work, kind: str, environment: str
+) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of a Python binding of llama.cpp or of its fork."""
+    python = peer_environments.interpreter(bench.directory, environment)
     path = gguf_file(bench, work.model, kind, python)
     return child(python, "peers/llama_cpp_child.py", work, path), {}
 
@@ -250,7 +252,7 @@ ENTRANTS = (
         Entrant(
             f"llama.cpp {kind}",
             dtype,
-            partial(llama_cpp, kind=kind),
+            partial(llama_cpp, kind=kind, environment="llama.cpp"),
             can,
             True,
             "llama.cpp",
@@ -263,6 +265,17 @@ ENTRANTS = (
             ("q4_0", "int4", _GPT2 | _LLAMA | _FAMILIES),
             ("q4_k_m", "int4", _GPT2 | _LLAMA),
         )
+    ),
+    *(
+        Entrant(
+            f"ik_llama.cpp {kind}",
+            dtype,
+            partial(llama_cpp, kind=kind, environment="ik_llama.cpp"),
+            _LLAMA,  # it refuses GPT-2's shared output weights
+            environment="ik_llama.cpp",
+            packages=("ik-llama-cpp-python",),
+        )
+        for kind, dtype in (("bf16", "bfloat16"), ("q8_0", "int8"), ("q4_0", "int4"))
     ),
     *(
         Entrant(

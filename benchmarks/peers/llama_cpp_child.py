@@ -3,6 +3,8 @@
     peers/llama_cpp_child.py generate MODEL.gguf [BATCH [TOKENS]]    32 tokens in, 64 out
     peers/llama_cpp_child.py prefill  MODEL.gguf                     512 tokens in, again and again
 
+In an environment with ik-llama-cpp-python it is that fork, whose functions have the same names.
+
 Weights are mapped; the cache has 16 bits, with float32 weights 32, like that of all rows. llama.cpp pads its
 context to 256 positions.
 """
@@ -12,12 +14,16 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
-import llama_cpp as llama
 import numpy as np
 
 from benchmarks.harness import workload
 
+IS_FORK = find_spec("ik_llama_cpp") is not None
+llama: Any = import_module("ik_llama_cpp._ctypes_api" if IS_FORK else "llama_cpp")
 THREADS = workload.threads()
 CONTEXT_MULTIPLE = 256
 FLOAT32_CACHE, FLOAT16_CACHE = 0, 1  # GGML_TYPE_F32, GGML_TYPE_F16
@@ -34,8 +40,9 @@ class Decoder:
             batch: number of rows that run together.
             positions: longest text of a row in tokens.
         """
-        self._quiet = llama.llama_log_callback(lambda *_: None)  # kept: C calls it
-        llama.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        if not IS_FORK:
+            self._quiet = llama.llama_log_callback(lambda *_: None)  # kept: C calls it
+            llama.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama.llama_backend_init()
         options = llama.llama_model_default_params()
         options.n_gpu_layers = 0
@@ -84,7 +91,10 @@ class Decoder:
 
     def clear(self) -> None:
         """Clear the cache."""
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), False)
+        if IS_FORK:
+            llama.llama_kv_cache_clear(self._context)
+        else:
+            llama.llama_memory_clear(llama.llama_get_memory(self._context), False)
 
 
 def generate(path: str, batch: int, length: int) -> Iterator[int]:
