@@ -25,7 +25,7 @@ from prejit.runtime.cli.command_options import (
     Number,
     check_one,
     loads,
-    on_mismatch,
+    on_mismatch_option,
     output,
     page,
     with_all_targets,
@@ -269,7 +269,7 @@ def _print_speed(speed: Speed) -> None:
 @BUNDLE
 @click.argument("directory", **DIR, help="Directory of fingerprints; those below it count too.")
 @page("Write the report as an HTML page.")
-@on_mismatch("With error: exit 3 where a machine falls back to compiling.")
+@on_mismatch_option("With error: exit 3 where a machine falls back to compiling.")
 @JSON
 def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json: bool) -> int:
     """Print which target each machine of a fleet loads, and the fewest targets to add for the rest."""

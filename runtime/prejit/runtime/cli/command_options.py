@@ -219,7 +219,7 @@ TRUST = click.option(
 )
 
 
-def on_mismatch(text: str) -> Callable[[_F], _F]:
+def on_mismatch_option(text: str) -> Callable[[_F], _F]:
     """Return the option that says what happens where a machine matches no target."""
     return click.option(
         "--on-mismatch", type=click.Choice(("jit", "error")), default="jit", help=text
@@ -228,7 +228,7 @@ def on_mismatch(text: str) -> Callable[[_F], _F]:
 
 def loads(command: _F) -> _F:
     """Add the options of commands that load a bundle; `prejit.runtime.load` has the same."""
-    mismatch = on_mismatch(
+    mismatch = on_mismatch_option(
         "Where this machine matches no target: compile here, or fail with exit status 3."
     )
     return FINGERPRINT(TRUST(mismatch(VERBOSE(command))))

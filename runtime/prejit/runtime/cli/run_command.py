@@ -17,7 +17,7 @@ from prejit.runtime.cli.command_options import (
     LOCAL_BUNDLE,
     TRUST,
     VERBOSE,
-    on_mismatch,
+    on_mismatch_option,
     output,
 )
 from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
@@ -69,7 +69,7 @@ MISMATCH = MismatchError.exit_code
     metavar="PERCENT",
     help="Of the calls that could start without a trace, trace so many and compare. 100: trace all.",
 )
-@on_mismatch(
+@on_mismatch_option(
     "Where this machine matches no target: run without the bundle, or fail with exit status 3."
 )
 def run(

@@ -35,6 +35,9 @@ _JITTED = ("PjitFunction", "_Interpreted")  # of jax.jit, and of `jit`
 _ANY = Signature(
     [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
 )
+MODULE, PACKAGE = "module ", "package "
+"""The beginnings of places: of a module, and of a distribution."""
+SCRIPTS = ("__main__", "__mp_main__")  # the second one is what multiprocessing calls it
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +267,6 @@ def state_misfit(program: ProgramEntry, function: Callable[..., Any], bound: Ite
 def _item(place: int) -> str:
     """Return a name for one of *args, which no parameter has."""
     return f"args[{place}]"
-
-
-MODULE, PACKAGE = "module ", "package "
-"""The beginnings of places: of a module, and of a distribution."""
-SCRIPTS = ("__main__", "__mp_main__")  # the second one is what multiprocessing calls it
 
 
 def module_name(module: object, variables: Mapping[str, Any] | None = None) -> str:

@@ -24,6 +24,47 @@ from prejit.runtime.format.checks.layers import check_weights
 Values = np.ndarray[Any, np.dtype[np.float32]]
 _SHOWN = 3
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
+_MOVED = (
+    # of models that also read images, in the names of transformers 5 and 4
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("model.", "backbone."),  # of Nemotron-H
+    *(("", "model."), ("", "backbone.")),  # of models without a head
+)
+"""Beginnings of names in transformers' classes, and in bundles."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter."""
+SIGNATURES = "adapter.sig"
+"""The file beside them with its signatures: a sigstore bundle in each line."""
+PREFIX = "base_model.model."
+"""The beginning of the names of all tensors."""
+MERGE = (
+    "merge it with PEFT's merge_and_unload, save that model, and give its directory as the source"
+)
+"""The hint of errors about adapters that are not supported."""
+_READ = frozenset(
+    (
+        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules"),
+        *("modules_to_save", "bias", "use_rslora", "use_dora", "init_lora_weights"),
+    )
+)
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
+        *("peft_version", "lora_dropout", "megatron_config", "megatron_core", "eva_config"),
+        *("qalora_group_size", "ensure_weight_tying", "runtime_config"),
+        # The names of the tensors show which modules these chose.
+        *("exclude_modules", "layers_pattern", "layers_to_transform"),
+        # PEFT corrects it by the kind of the layer, which decides here too.
+        "fan_in_fan_out",
+    )
+)
+"""Keys that may have any value. A key in neither list must be empty: new ones may change the result."""
+_KINDS = ("gaussian", "orthogonal", "eva")
+"""The ways to begin that leave the matrices of the model as they are, beside true and false."""
+
+_MOST_PATTERNS, _MOST_CHARACTERS, _MOST_CHOICES = 4096, 256, 200_000
+"""Limits of the patterns of a file: Python's matching cannot be interrupted."""
 
 
 @dataclass(frozen=True)
@@ -163,16 +204,6 @@ def read_adapter(
     return AdapterValues(digest, rank, result)
 
 
-_MOVED = (
-    # of models that also read images, in the names of transformers 5 and 4
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("model.", "backbone."),  # of Nemotron-H
-    *(("", "model."), ("", "backbone.")),  # of models without a head
-)
-"""Beginnings of names in transformers' classes, and in bundles."""
-
-
 def _name(module: str, known: Collection[str]) -> str | None:
     """Return the name of an adapter's module in the bundle; None: the bundle has none."""
     moved = (
@@ -199,41 +230,6 @@ def _tensors(content: bytes, file: Path) -> dict[str, Values]:
         values = np.frombuffer(content[at.start : at.end], dtype_of(at.dtype))
         found[name] = values.astype(np.float32).reshape(at.shape)
     return found
-
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The files of an adapter."""
-SIGNATURES = "adapter.sig"
-"""The file beside them with its signatures: a sigstore bundle in each line."""
-PREFIX = "base_model.model."
-"""The beginning of the names of all tensors."""
-MERGE = (
-    "merge it with PEFT's merge_and_unload, save that model, and give its directory as the source"
-)
-"""The hint of errors about adapters that are not supported."""
-_READ = frozenset(
-    (
-        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules"),
-        *("modules_to_save", "bias", "use_rslora", "use_dora", "init_lora_weights"),
-    )
-)
-_WITHOUT_EFFECT = frozenset(
-    (
-        *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
-        *("peft_version", "lora_dropout", "megatron_config", "megatron_core", "eva_config"),
-        *("qalora_group_size", "ensure_weight_tying", "runtime_config"),
-        # The names of the tensors show which modules these chose.
-        *("exclude_modules", "layers_pattern", "layers_to_transform"),
-        # PEFT corrects it by the kind of the layer, which decides here too.
-        "fan_in_fan_out",
-    )
-)
-"""Keys that may have any value. A key in neither list must be empty: new ones may change the result."""
-_KINDS = ("gaussian", "orthogonal", "eva")
-"""The ways to begin that leave the matrices of the model as they are, beside true and false."""
-
-_MOST_PATTERNS, _MOST_CHARACTERS, _MOST_CHOICES = 4096, 256, 200_000
-"""Limits of the patterns of a file: Python's matching cannot be interrupted."""
 
 
 def read_config(file: Path, content: bytes) -> dict[str, Any]:

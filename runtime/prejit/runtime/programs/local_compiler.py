@@ -1,7 +1,7 @@
 """The fallback: compile portable programs on this machine, and keep the results for its next start.
 
-They are in `compiled/v1` of the runtime's cache. KEY is a digest of the program and of the properties of the
-machine that decide what it compiles to:
+The executables are in `compiled/v1` of the runtime's cache. KEY is a digest of the program and of the
+properties of the machine that decide what it compiles to:
 
     KEY             sha256 of the rest, then a zstd frame with the executable
     KEY.lock        held while KEY is made: processes that start at the same time wait, so it is made once
@@ -50,6 +50,12 @@ from prejit.runtime.machine.kept_files import cache_root, read_own
 
 CheckSignature = Callable[[ProgramEntry, Executable, str], None]
 """Compares an executable with the program table. It takes the program, the executable and the file."""
+DEFAULT_LIMIT_BYTES = 2 << 30
+"""Maximum size of the cache if `$PREJIT_COMPILE_CACHE_BYTES` is not set."""
+_DIGEST_BYTES = 32
+_KEY_NAME = re.compile("[0-9a-f]{64}")
+_LEFTOVER = re.compile(r"\.?([0-9a-f]{64})\.(?:lock|.*\.tmp)")
+_warned: set[Path] = set()
 
 
 @final
@@ -116,7 +122,7 @@ class LocalCompiler:
 
     def is_kept(self, program: ProgramEntry) -> bool:
         """Return whether an earlier start compiled a program and kept it."""
-        return is_kept(self._key(program), self._machine)
+        return is_kept_here(self._key(program), self._machine)
 
     def _compile(self, program: ProgramEntry, results: tuple[Array, ...]) -> Executable:
         portable = bind_calls(self._portable_of(program), self._names(program))
@@ -169,14 +175,6 @@ class LocalCompiler:
     @once
     def _machine(self) -> Fingerprint:
         return Fingerprint.current()
-
-
-DEFAULT_LIMIT_BYTES = 2 << 30
-"""Maximum size of the cache if `$PREJIT_COMPILE_CACHE_BYTES` is not set."""
-_DIGEST_BYTES = 32
-_KEY = re.compile("[0-9a-f]{64}")
-_LEFTOVER = re.compile(r"\.?([0-9a-f]{64})\.(?:lock|.*\.tmp)")
-_warned: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +231,7 @@ def compiled_here(
     return serialized, True
 
 
-def is_kept(program: PortableKey, machine: Fingerprint) -> bool:
+def is_kept_here(program: PortableKey, machine: Fingerprint) -> bool:
     """Return whether the cache has a file for a program. Nothing is read, so the file may be damaged."""
     return limit_bytes() != 0 and os.path.isfile(_path(program, machine))
 
@@ -359,7 +357,7 @@ def _sweep(directory: Path, limit: int) -> None:
         for name in os.listdir(directory):
             if found := _LEFTOVER.fullmatch(name):
                 leftovers[found[1]].append(name)
-            elif _KEY.fullmatch(name):
+            elif _KEY_NAME.fullmatch(name):
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(directory / name, follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):

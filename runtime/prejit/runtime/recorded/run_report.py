@@ -27,6 +27,29 @@ from prejit.runtime.recorded.watched_command import (
 
 _PAUSE_SECONDS = 0.5
 """How often a running program's misses are looked for."""
+_RECORD = "record this run too (prejit record -o BUNDLE -- COMMAND)"
+_UNKNOWN = "not known"
+_CONDITIONS = {
+    # ingredient: (the conditions behind it, what to do)
+    jax_texts.BACKEND: (
+        ("backend version",),
+        f"run with the plugin and driver of the recording, or {_RECORD}",
+    ),
+    jax_texts.XLA_FLAGS: (
+        ("XLA flags",),
+        "set XLA_FLAGS, LIBTPU_INIT_ARGS and arguments that begin with --xla as in the recording, or "
+        + _RECORD,
+    ),
+    jax_texts.COMPILE_OPTIONS: (
+        ("device count",),
+        "use as many devices, and the same compiler options of jit and settings of jax, or "
+        + _RECORD,
+    ),
+    jax_texts.ACCELERATOR: (
+        ("device kind", "device count"),
+        f"use as many devices of this kind, or {_RECORD}: it adds what this machine needs",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +358,6 @@ def telling(
         tell_new()
 
 
-_RECORD = "record this run too (prejit record -o BUNDLE -- COMMAND)"
-_UNKNOWN = "not known"
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """One thing that differs between a program and the nearest recorded one.
@@ -357,29 +376,6 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.name}: recorded {self.recorded}, found {self.found}"
-
-
-_CONDITIONS = {
-    # ingredient: (the conditions behind it, what to do)
-    jax_texts.BACKEND: (
-        ("backend version",),
-        f"run with the plugin and driver of the recording, or {_RECORD}",
-    ),
-    jax_texts.XLA_FLAGS: (
-        ("XLA flags",),
-        "set XLA_FLAGS, LIBTPU_INIT_ARGS and arguments that begin with --xla as in the recording, or "
-        + _RECORD,
-    ),
-    jax_texts.COMPILE_OPTIONS: (
-        ("device count",),
-        "use as many devices, and the same compiler options of jit and settings of jax, or "
-        + _RECORD,
-    ),
-    jax_texts.ACCELERATOR: (
-        ("device kind", "device count"),
-        f"use as many devices of this kind, or {_RECORD}: it adds what this machine needs",
-    ),
-}
 
 
 def differences(

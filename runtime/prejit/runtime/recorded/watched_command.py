@@ -25,6 +25,14 @@ _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _FORWARDED = (*_OF_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores. An ignored signal stays ignored in the command, which does not expect it."""
+HIT = "hit"
+"""The outcome of a program that jax read from its cache."""
+REFUSED = "refused"
+"""The outcome of a program that `--require-aot` kept from compiling."""
+UNCACHED = "uncached"
+"""The outcome of a program that jax compiled without a look into its cache."""
+UNTRACED = "untraced"
+"""The outcome of a call that ran without a trace."""
 
 
 def cache_settings(directory: Path, *, write: bool) -> dict[str, Any]:
@@ -177,16 +185,6 @@ def make_directory(path: Path) -> Path:
     ):
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
     return path
-
-
-HIT = "hit"
-"""The outcome of a program that jax read from its cache."""
-REFUSED = "refused"
-"""The outcome of a program that `--require-aot` kept from compiling."""
-UNCACHED = "uncached"
-"""The outcome of a program that jax compiled without a look into its cache."""
-UNTRACED = "untraced"
-"""The outcome of a call that ran without a trace."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,12 @@ MOST_TAGS = 100_000
 """How many tags a place may have to be listed. Pages without end would fill the memory."""
 Pieces = Callable[[int], Iterator[bytes | memoryview]]
 """Gives the bytes of a blob from a place on, in pieces of any size."""
+Fetch = Callable[[Descriptor, int], Iterator[bytes | memoryview]]
+"""Gives a blob's bytes from a place on, for as long as they arrive."""
+PAUSES_SECONDS = (0.2, 1.0, 3.0, 8.0)
+"""Pauses before each further attempt, while nothing arrives."""
+_KEPT_BYTES = limits.MAX_CONFIG_BYTES
+"""Blobs up to this size are kept once they were read: several checks read them."""
 
 
 class BlobSource(Protocol):
@@ -257,14 +263,6 @@ def checked(
         )
     if left:
         yield left
-
-
-Fetch = Callable[[Descriptor, int], Iterator[bytes | memoryview]]
-"""Gives a blob's bytes from a place on, for as long as they arrive."""
-PAUSES_SECONDS = (0.2, 1.0, 3.0, 8.0)
-"""Pauses before each further attempt, while nothing arrives."""
-_KEPT_BYTES = limits.MAX_CONFIG_BYTES
-"""Blobs up to this size are kept once they were read: several checks read them."""
 
 
 class RemoteFiles:

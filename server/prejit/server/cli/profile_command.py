@@ -20,7 +20,16 @@ import click
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.wording import shortened, table
-from prejit.runtime.cli.command_options import DIR, JSON, PATH, Number, loads, local_bundle, output
+from prejit.runtime.cli.command_options import (
+    DIR,
+    JSON,
+    PATH,
+    Number,
+    load_bundle,
+    loads,
+    local_bundle,
+    output,
+)
 from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import NetworkError
 
@@ -143,7 +152,6 @@ def _message(content: bytes) -> str:
 def _of_bundle(path: str, seconds: float, show: Callable[[str], None], **loading: Any) -> bytes:
     """Run a bundle in this process and record it."""
     with importing():
-        from prejit.runtime.cli.command_options import load_bundle
         from prejit.server.engine.engine import Engine
         from prejit.server.telemetry.engine_profile import record
 

@@ -20,7 +20,7 @@ from prejit.runtime.cli.command_options import (
     TRUST,
     VERBOSE,
     Number,
-    on_mismatch,
+    on_mismatch_option,
 )
 from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.device.quick_start import import_numpy, read_library_ahead
@@ -192,7 +192,7 @@ def _origin(text: str) -> str:
     help="Append a JSON line for each request, with its body, for `prejit replay`; - is stdout.",
 )
 @CHECK_FINITE
-@on_mismatch(
+@on_mismatch_option(
     "Where this machine matches no target: compile before the server is ready, or fail with exit status 3."
 )
 def serve(

@@ -296,7 +296,7 @@ def _trigger(begin: str, special_id: Callable[[str], int | None]) -> tuple[str, 
     return f"head[lazy]: TEXT {json.dumps(trigger)}", f"head {rest}"
 
 
-_ROOT = "whole"
+_PATH_ROOT = "whole"
 """The name under which the whole schema stands in `$defs` while one of its parts is tried."""
 _OF_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value is an object of schemas."""
@@ -313,14 +313,14 @@ _OF_ONE = (
     "else",
 )
 """Keywords whose value is a schema."""
-_TRIES = 500
+_PATH_TRIES = 500
 """Maximum number of parts that are compiled to find one error; the place is less exact beyond it."""
-_SECONDS = 0.5
+_PATH_SECONDS = 0.5
 """Maximum CPU time of the same."""
 
-_VALUES = ("const", "enum", "default", "examples", "example")
+_VALUE_KEYWORDS = ("const", "enum", "default", "examples", "example")
 """Keywords whose value is a value, or a list of values, and no schema."""
-_NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBER_KEYWORDS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 """Keywords whose numbers the grammar library reads as float64."""
 
 _NEGATED = re.compile(r"(\\.)|\[\^(-?)(?!\])", re.DOTALL)
@@ -334,10 +334,10 @@ def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
         An empty text for the whole schema.
     """
     try:
-        whole = moved(schema, f"/$defs/{_ROOT}")
+        whole = moved(schema, f"/$defs/{_PATH_ROOT}")
     except RecursionError:
         return ""
-    left, until = _TRIES, time.thread_time() + _SECONDS
+    left, until = _PATH_TRIES, time.thread_time() + _PATH_SECONDS
     pointer, found = "", schema
     while True:
         # References last: what is wrong behind one has a place of its own, unless the reference is wrong.
@@ -345,8 +345,8 @@ def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
             if (left := left - 1) < 0 or time.thread_time() > until:
                 return pointer
             there = f"{pointer}{step}"
-            tried = {"$ref": f"#/$defs/{_ROOT}{there}", "$defs": {_ROOT: whole}}
-            if error_of(tried).replace(f"/$defs/{_ROOT}", "") == error:
+            tried = {"$ref": f"#/$defs/{_PATH_ROOT}{there}", "$defs": {_PATH_ROOT: whole}}
+            if error_of(tried).replace(f"/$defs/{_PATH_ROOT}", "") == error:
                 pointer, found = there, part
                 break
         else:
@@ -433,7 +433,7 @@ def rounded_number(schema: Any) -> tuple[str, int | float] | None:
     """
     if not isinstance(schema, Mapping):
         return None
-    for keyword in _NUMBERS:
+    for keyword in _NUMBER_KEYWORDS:
         for number in _rounded(keyword, schema.get(keyword)):
             return f"/{keyword}", number
     for step, part in _parts(schema):
@@ -447,11 +447,11 @@ def _rounded(keyword: str, value: Any) -> Iterator[int | float]:
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         # 2**63 becomes 2**63 - 1. A bound beyond int64 is refused there, or as good as none.
         is_exact = -(2**63) <= value < 2**63 and int(float(value)) == value
-        is_far_bound = keyword not in _VALUES and abs(value) >= 2**63
+        is_far_bound = keyword not in _VALUE_KEYWORDS and abs(value) >= 2**63
         is_last = value == 2**63 - 1 and keyword != "exclusiveMaximum"
         if not (is_exact or is_far_bound or is_last):
             yield value
-    elif keyword in _VALUES and isinstance(value, Mapping | list | tuple):
+    elif keyword in _VALUE_KEYWORDS and isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _rounded(keyword, part)
 
@@ -469,7 +469,7 @@ def corrected(schema: Any, lenient: bool) -> Any:
         return schema
     copy = {**schema}
     for keyword, value in schema.items():
-        if lenient and keyword in _NUMBERS and any(True for _ in _rounded(keyword, value)):
+        if lenient and keyword in _NUMBER_KEYWORDS and any(True for _ in _rounded(keyword, value)):
             del copy[keyword]
         elif keyword == "pattern" and isinstance(value, str):
             copy[keyword] = _without_nul(value)
@@ -479,7 +479,9 @@ def corrected(schema: Any, lenient: bool) -> Any:
                 _without_nul(name) if is_pattern else name: corrected(part, lenient)
                 for name, part in value.items()
             }
-        elif keyword not in _VALUES:  # a $ref may lead into a keyword of any name, as `components`
+        elif (
+            keyword not in _VALUE_KEYWORDS
+        ):  # a $ref may lead into a keyword of any name, as `components`
             copy[keyword] = corrected(value, lenient)
     return copy
 

@@ -28,9 +28,9 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
 from prejit.server.releases.canary_runs import Canaries, share_of
 from prejit.server.served.bundle_swaps import BundleSwaps
-from prejit.server.served.process_upkeep import in_admin_thread
 from prejit.server.served.served import ModelNotFoundError, Models
 from prejit.server.served.served_loading import MODEL_NAME
+from prejit.server.served.work_threads import in_admin_thread
 from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from prejit.server.inference.inference_routes import OPERATIONS as OF_INFERENCE
 from prejit.server.openai import openai_routes as openai
 from prejit.server.openai.openai_routes import OPERATIONS as OF_OPENAI
 from prejit.server.openai.openapi import Operation, openapi_route
-from prejit.server.served.process_upkeep import OPERATORS, in_thread
 from prejit.server.served.served import Models
+from prejit.server.served.work_threads import OPERATORS, in_thread
 
 if TYPE_CHECKING:
     from prejit.server.telemetry.metrics_collector import Exposition

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.inference.inference_models import static_values
 from prejit.server.openai.models_and_tokens import longest
-from prejit.server.served.process_upkeep import OPERATORS, in_thread
+from prejit.server.served.work_threads import OPERATORS, in_thread
 
 if TYPE_CHECKING:
     from prejit.server.engine.engine_metrics import EngineMetrics, HistogramValue, RequestMetrics

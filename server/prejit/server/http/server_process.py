@@ -23,7 +23,6 @@ from prejit.runtime.errors import StoreError
 from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.served.answer_checks import AnswerChecks
 from prejit.server.served.process_upkeep import (
-    ADMIN,
     allow_many_connections,
     say,
     use_few_arenas,
@@ -37,6 +36,7 @@ from prejit.server.served.served_loading import (
     MakeServed,
     Wrap,
 )
+from prejit.server.served.work_threads import ADMIN
 from prejit.server.telemetry.otel_setup import start as start_telemetry
 from prejit.server.telemetry.watched_engine import EngineCall, Watch, WatchedEngine, Watcher
 
@@ -101,7 +101,7 @@ def serve(
         from prejit.server.http.app import make_app
         from prejit.server.http.uvicorn_server import run
         from prejit.server.releases.canary_runs import Canaries
-        from prejit.server.served.bundle_swaps import BundleSwaps
+        from prejit.server.served.bundle_swaps import BundleFollowing, BundleSwaps
 
         swaps = BundleSwaps(models, make, settings.timeout_seconds, started)
         canaries = Canaries(models, swaps, make_app, log)
@@ -109,8 +109,6 @@ def serve(
             start_thread(partial(canaries.start_when_ready, *canary), "prejit-canary")
         following = None
         if settings.follow_seconds is not None:
-            from prejit.server.served.bundle_swaps import BundleFollowing
-
             following = BundleFollowing(
                 models, swaps, settings.follow_seconds, must_match=engines.must_match
             )

@@ -31,6 +31,25 @@ from prejit.server.load.workload import Floats, LoadRequest, Workload, arrival_t
 _PATIENCE_SECONDS = 60.0
 """How long after the last request an answer may come, or twice the length of the window if that is longer."""
 _SHOW_SECONDS = 1.0
+GOOD_SHARE = 0.95
+"""The share of requests that must be within the limits: a limit is one for the 95th percentile."""
+MOST_LAG_SECONDS = 0.010
+"""If the 99th percentile of the generator's own lag is longer, it is too slow for the rate."""
+_MOST_GROWTH = 0.02
+"""Seconds by which latency may grow in a second of load: as behind a server that is 2 % too slow."""
+_MOST_FAILED = 0.01
+_RESOLUTION = 1.025
+"""The ratio of the two rates between which a search ends."""
+_MOST_WINDOWS = 4
+_BLOCKS = 10
+"""Parts of a window whose means are compared: neighbours in a queue are not independent."""
+_SPREAD = 16.0
+"""Twice the standard deviation of the growth near saturation, relative to the spread of the blocks around the
+fit: that of computed queues of four servers. A regression's own error would be far too small."""
+_Z = 1.96
+_WARM = 0.2
+"""The part of a window that is left out where growth is measured: the queue fills to its usual length."""
+_MOST_HALVINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,27 +261,6 @@ def _read_events(exchange: Exchange) -> tuple[list[float], _Usage | None]:
     return times, usage
 
 
-GOOD_SHARE = 0.95
-"""The share of requests that must be within the limits: a limit is one for the 95th percentile."""
-MOST_LAG_SECONDS = 0.010
-"""If the 99th percentile of the generator's own lag is longer, it is too slow for the rate."""
-_MOST_GROWTH = 0.02
-"""Seconds by which latency may grow in a second of load: as behind a server that is 2 % too slow."""
-_MOST_FAILED = 0.01
-_RESOLUTION = 1.025
-"""The ratio of the two rates between which a search ends."""
-_MOST_WINDOWS = 4
-_BLOCKS = 10
-"""Parts of a window whose means are compared: neighbours in a queue are not independent."""
-_SPREAD = 16.0
-"""Twice the standard deviation of the growth near saturation, relative to the spread of the blocks around the
-fit: that of computed queues of four servers. A regression's own error would be far too small."""
-_Z = 1.96
-_WARM = 0.2
-"""The part of a window that is left out where growth is measured: the queue fills to its usual length."""
-_MOST_HALVINGS = 8
-
-
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
     """The limits of a request, in milliseconds; None: no limit.
@@ -402,15 +400,15 @@ class LoadSearch:
     """
 
     def __init__(
-        self, measure: Callable[[float, int], Sequence[LoadAnswer]], limits: LoadLimits
+        self, measure_window: Callable[[float, int], Sequence[LoadAnswer]], limits: LoadLimits
     ) -> None:
         """Measure nothing yet.
 
         Args:
-            measure: returns the answers of the n-th window at a rate.
+            measure_window: returns the answers of the n-th window at a rate.
             limits: what requests must keep.
         """
-        self._measure = measure
+        self._measure_window = measure_window
         self._limits = limits
         self.windows: dict[float, list[Sequence[LoadAnswer]]] = {}
 
@@ -461,5 +459,5 @@ class LoadSearch:
 
     def _more(self, rate: float) -> list[Sequence[LoadAnswer]]:
         found = self.windows.setdefault(rate, [])
-        found.append(self._measure(rate, len(found)))
+        found.append(self._measure_window(rate, len(found)))
         return found

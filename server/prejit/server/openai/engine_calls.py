@@ -1,4 +1,7 @@
-"""Requests to an engine on behalf of an HTTP request, which end when its client is gone; and streams."""
+"""Requests to an engine on behalf of an HTTP request, and the event streams that answer it.
+
+Both end when the client is gone.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,12 @@ _REASONS: dict[str, Reason] = {
 
 _PLACE_CHARACTERS = 5
 """A token in a list of log-probabilities takes as long as so many characters of a prompt."""
+COMMENT_SECONDS = 15.0
+"""How long a request may wait in the queue without a byte on its connection."""
+_COMMENT = b": waiting\n\n"
+
+_DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's older streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,14 +362,6 @@ async def _merged(streams: Sequence[Stream]) -> Pieces:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-COMMENT_SECONDS = 15.0
-"""How long a request may wait in the queue without a byte on its connection."""
-_COMMENT = b": waiting\n\n"
-
-_DONE = b"data: [DONE]\n\n"
-"""The last event of OpenAI's older streams."""
 
 
 def around_choices(empty: ResponseFields) -> tuple[bytes, bytes]:

@@ -16,8 +16,8 @@ from prejit.runtime.encoding.images import FORMATS
 from prejit.runtime.errors import ContextError
 from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.request_clients import check_tokens, unless_gone
-from prejit.server.served.process_upkeep import TEXTS, in_thread
 from prejit.server.served.served import Served
+from prejit.server.served.work_threads import TEXTS, in_thread
 
 T = TypeVar("T")
 

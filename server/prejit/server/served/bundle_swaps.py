@@ -1,4 +1,7 @@
-"""Swap, add and remove bundles of a running server. A new one is loaded and tried beside those that serve."""
+"""Swap, add and remove bundles of a running server. A new one is loaded and tried beside those that serve.
+
+`BundleFollowing` swaps them when their tag or directory leads to another one.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,22 @@ from prejit.runtime.ship.pulling import Pulled, Wanted, pull
 from prejit.runtime.ship.reference import Reference, is_reference, parse_reference, without_login
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.served import served_adapters
-from prejit.server.served.process_upkeep import free_young, say, yield_cpu
+from prejit.server.served.process_upkeep import free_young, say
 from prejit.server.served.served import CanaryShare, Models, Served
 from prejit.server.served.served_adapters import carry
 from prejit.server.served.served_loading import BundleSource, MakeServed
+from prejit.server.served.work_threads import yield_cpu
 
 if TYPE_CHECKING:
     from prejit.runtime.lora.adapter_slots import Adapter
 
 _log = logging.getLogger(__name__)
+_LONGEST_PAUSE_SECONDS = 3600.0
+"""Pauses double up to this one while a registry fails."""
+_NO_ROOM_SECONDS = 300.0
+"""How long a bundle without room is not loaded again, unless what is served changes or somebody asks."""
+_CLOSE_SECONDS = 2.0
+"""How long a server that ends waits for a transfer to stop. What arrived is kept."""
 
 
 @final
@@ -324,14 +334,6 @@ def _used(served: Served) -> set[str]:
 def _close(served: Served) -> None:
     served.close()
     served.bundle.close()
-
-
-_LONGEST_PAUSE_SECONDS = 3600.0
-"""Pauses double up to this one while a registry fails."""
-_NO_ROOM_SECONDS = 300.0
-"""How long a bundle without room is not loaded again, unless what is served changes or somebody asks."""
-_CLOSE_SECONDS = 2.0
-"""How long a server that ends waits for a transfer to stop. What arrived is kept."""
 
 
 class BundleFollowing:

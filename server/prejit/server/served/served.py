@@ -1,4 +1,4 @@
-"""The bundles that a server serves, by name, its state, and counts of the requests of clients."""
+"""The bundles that a server serves, by name, its state, counts of requests, and the grammars of clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prejit.runtime.errors import ClosedError, UsageError
 from prejit.server.engine.engine_metrics import REQUEST_BOUNDS, Histogram, HistogramValue
 from prejit.server.grammar.grammar_sources import GrammarSource
 from prejit.server.grammar.grammars import GrammarMask, Grammars
-from prejit.server.served.process_upkeep import yield_cpu
+from prejit.server.served.work_threads import yield_cpu
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.server.engine.engine import Engine
 
-_NICE = 10
+_GRAMMAR_NICENESS = 10
 """As of the process that compiles first (grammar_trial.py): other threads run while llguidance compiles."""
-MAX_CHARACTERS = 256 << 10
+MAX_GRAMMAR_CHARACTERS = 256 << 10
 """The largest grammar, with its schemas. Above it no compilation ends in time."""
 
 
@@ -51,7 +51,7 @@ class _Turn:
 
 
 @final
-class Compiling:
+class GrammarCompiling:
     """Compiles grammars of clients for one bundle. All calls come from the event loop.
 
     The turn is that of the client who has had the least time since nobody waited: the flood of one delays
@@ -60,7 +60,7 @@ class Compiling:
 
     def __init__(self) -> None:
         self._grammars: Grammars | None = None
-        self._pool = ThreadPoolExecutor(1, "prejit-grammar", yield_cpu, (_NICE,))
+        self._pool = ThreadPoolExecutor(1, "prejit-grammar", yield_cpu, (_GRAMMAR_NICENESS,))
         self._waiting: list[_Turn] = []
         self._running: _Turn | None = None
         self._seconds: dict[str, float] = {}
@@ -77,9 +77,10 @@ class Compiling:
         Raises:
             UsageError: as `Grammars.mask`, or it is too large.
         """
-        if len(source.text) > MAX_CHARACTERS:
+        if len(source.text) > MAX_GRAMMAR_CHARACTERS:
             raise UsageError(
-                f"{source.expected}, of at most {MAX_CHARACTERS} characters, found {len(source.text)}",
+                f"{source.expected}, of at most {MAX_GRAMMAR_CHARACTERS} characters, found "
+                f"{len(source.text)}",
                 hint="send a smaller one",
             )
         if self._grammars is None:
@@ -240,7 +241,7 @@ class Served:
     bundle: Bundle
     engine: Engine
     created: int
-    compiling: Compiling = field(default_factory=Compiling)
+    compiling: GrammarCompiling = field(default_factory=GrammarCompiling)
     path: str = ""
     adapter: str = ""
 

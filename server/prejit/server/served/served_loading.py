@@ -1,4 +1,7 @@
-"""Load bundles for a server: for swaps, and at its start, beside the imports of the HTTP stack."""
+"""Load bundles for a server: for swaps, and at its start, beside the imports of the HTTP stack.
+
+`ModelMemory` divides the memory between their engines.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,9 @@ _GC_THRESHOLDS = (100_000, 50, 100)
 are looked at some hundred times. No other thread runs meanwhile."""
 Wrap = Callable[[str, "Engine"], "Engine"]
 """Takes the name of a bundle and its engine; returns the engine that requests use."""
+_PATIENCE_SECONDS = 1.0
+"""How long a request waits for models to be idle. Then the least recently used ones begin no more requests
+until it has their memory. So two busy models take turns of at least this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +290,6 @@ def check_numbers(name: str, bundle: Bundle, odd_runs: Counter[tuple[str, str]])
             say(printable(f"{name}: the first program that returns no numbers: {error}"))
 
     bundle.check_finite(report)
-
-
-_PATIENCE_SECONDS = 1.0
-"""How long a request waits for models to be idle. Then the least recently used ones begin no more requests
-until it has their memory. So two busy models take turns of at least this long."""
 
 
 @final

@@ -94,7 +94,8 @@ def test_a_failing_executable_ends_its_load(answering, tmp_path, runtime_cache, 
             score(path)
         assert (len(asked), kept(runtime_cache)) == (1, [])
         return
-    with pytest.warns(FallbackWarning, match=r"score/b2: .*_BAD_PARAM\. It is in quarantine"):
+    said = r"score/b2: .*CUDNN_STATUS_BAD_PARAM\. It is in quarantine"
+    with pytest.warns(FallbackWarning, match=said):
         result, source = score(path)
     np.testing.assert_allclose(result, expected(answering), rtol=1e-5)
     assert source == "compiled"

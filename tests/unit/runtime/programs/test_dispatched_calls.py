@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prejit.compiler import Program
-from prejit.runtime import load
+from prejit.runtime import UsageError, load
 from prejit.runtime.device import _jit_dispatch
 
 FUNCTIONS = {
@@ -152,6 +152,15 @@ def test_what_jax_is_set_to_look_for(bundle, name, of):
                 with pytest.raises(FloatingPointError, match=rf"invalid value \({value}\)"):
                     way(name, *given(value))
             way(name, *given(value))
+
+
+def test_a_program_that_is_not_there_is_refused_after_one_that_is(bundle):
+    """Also a name that is no text, which the table of ready calls cannot look up."""
+    x = np.ones((2, 8), np.float32)
+    np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+    for name in ("nothing", ["weighted"], 3):
+        with pytest.raises(UsageError, match=r"no program|expected text"):
+            bundle.call(name, x)
 
 
 NO_JAX = """

@@ -143,7 +143,8 @@ def clipped(value):
 
 MAKERS = [
     *(Rate, Slotted, iter, memoryview, io.BytesIO, ValueError, MappingProxyType),
-    *(np.arange, lambda value: jnp.full(2000, value), lambda value: closing([*Mode][value])),
+    *(lambda value: np.full(3, value), lambda value: jnp.full(2000, value)),
+    lambda value: closing([*Mode][value]),
     lambda value: functools.partial(closing, 1) if value else functools.partial(closing, value=1),
     *(lambda value: Holder(value).method, lambda value: Holder(Holder(np.full(1, value))).method),
     *(lambda value: jax.jit(closing(value)), lambda value: [value].index),
@@ -170,7 +171,7 @@ ARGUMENTS |= dict.fromkeys((memoryview, io.BytesIO), (b"1", b"2"))
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_texts_have_what_values_hold_beside_attributes(make):
+def test_texts_have_what_values_hold(make):
     """Else a call without a trace gives the results of another rate, key or rule of a gradient."""
     one, other = ARGUMENTS.get(make, (1, 0))
     held = make(one), make(one), make(other)

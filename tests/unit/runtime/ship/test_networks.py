@@ -103,7 +103,8 @@ def test_the_login_of_the_narrowest_place_in_the_first_file(tmp_path, monkeypatc
     for host, user in (("docker.io", "hub"), (HUB_HOST, "hub"), ("old.example", "old")):
         assert find_login(host, "team/demo").user == user
     named.unlink()
-    with pytest.raises(StoreError, match=r"named\.json: cannot read the logins: No") as raised:
+    said = r"named\.json: cannot read the logins: No such file"
+    with pytest.raises(StoreError, match=said) as raised:
         find_login("host", "team/demo")
     assert "REGISTRY_AUTH_FILE" in raised.value.hint
 

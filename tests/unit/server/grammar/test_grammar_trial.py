@@ -109,7 +109,7 @@ IN_SANDBOX = """
 import asyncio, ctypes, struct, sys
 from prejit.runtime import load
 from prejit.server.grammar.grammar_sources import regex_source
-from prejit.server.served.served import Compiling
+from prejit.server.served.served import GrammarCompiling
 
 # A filter of seccomp(2): EPERM for setpriority, and all else allowed.
 steps = ((0x20, 0, 0, 0), (0x15, 0, 1, 141), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))
@@ -118,7 +118,7 @@ program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes
 libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
 bundle = load(sys.argv[1])
-mask = asyncio.run(Compiling().mask(bundle, regex_source("ab"), None, "client"))
+mask = asyncio.run(GrammarCompiling().mask(bundle, regex_source("ab"), None, "client"))
 print(mask.accepts(bundle.tokenizer.encode("ab")))
 """
 

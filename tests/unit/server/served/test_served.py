@@ -67,7 +67,7 @@ def test_a_refused_grammar_leaves_nothing_behind(monkeypatch):
     unused = None
 
     async def refuse():
-        compiling = served_bundles.Compiling()
+        compiling = served_bundles.GrammarCompiling()
         with pytest.raises(UsageError):
             await compiling.mask(unused, GrammarSource("{", "a grammar", (), False), None, "me")
         compiling.close()

@@ -48,6 +48,14 @@ from prejit.runtime.recorded.hook.process_inputs import (
     command_of_process,
 )
 
+CHECKED = "traced to be compared with "
+"""The beginning of the reason why a call that could be served is traced; the program's key follows."""
+_DEPTH = 12
+"""How deep values given with a call are looked for."""
+_MAXIMUM_GIVEN = 5000
+_HEAP = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: the class is written in Python, and its objects hold nothing but attributes."""
+
 
 class KeptCalls:
     """Serves the calls of this process.
@@ -157,10 +165,6 @@ class KeptCalls:
         return "not as recorded"
 
 
-CHECKED = "traced to be compared with "
-"""The beginning of the reason why a call that could be served is traced; the program's key follows."""
-
-
 def call_name(call: JaxCall) -> str:
     """Return the name of a call's function as jax's programs have it."""
     if isinstance(call.function, TracedPart):
@@ -171,13 +175,6 @@ def call_name(call: JaxCall) -> str:
 @functools.lru_cache(8192)
 def _executable(key: str, described: str) -> Any:
     return load_executable(json.loads(described), key)
-
-
-_DEPTH = 12
-"""How deep values given with a call are looked for."""
-_MAXIMUM_GIVEN = 5000
-_HEAP = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: the class is written in Python, and its objects hold nothing but attributes."""
 
 
 def given_values(call: JaxCall) -> list[Any]:

@@ -19,7 +19,7 @@ from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs import local_compiler
-from prejit.runtime.programs.local_compiler import PortableKey, compiled_here, is_kept
+from prejit.runtime.programs.local_compiler import PortableKey, compiled_here, is_kept_here
 
 MACHINE = Fingerprint.current()
 
@@ -54,7 +54,7 @@ def keep(number, content):
 
 
 def kept(number):
-    return is_kept(program(number), MACHINE)
+    return is_kept_here(program(number), MACHINE)
 
 
 DECIDE = {
@@ -75,7 +75,7 @@ def test_a_kept_executable_is_for_its_machine_and_program_alone():
     keep(1, b"ours")
     for axis, value in DECIDE.items():
         other = replace(MACHINE, **{axis: value})
-        assert not is_kept(PROGRAM, other)
+        assert not is_kept_here(PROGRAM, other)
         assert compiled_here(PROGRAM, other, made(axis.encode())) == (axis.encode(), True)
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
     for axis, value in CHANGE_NOTHING.items():
@@ -86,7 +86,7 @@ def test_a_kept_executable_is_for_its_machine_and_program_alone():
     changes = [{"device": "cuda"}, {"mesh": Mesh(2, 1)}]
     changes += [{"platforms": platforms} for platforms in ((), ("cuda", "cpu"))]
     for number, other in enumerate((program(2), *(replace(PROGRAM, **each) for each in changes))):
-        assert not is_kept(other, MACHINE)
+        assert not is_kept_here(other, MACHINE)
         theirs = b"%d" % number
         assert compiled_here(other, MACHINE, made(theirs)) == (theirs, True)
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)

@@ -42,9 +42,10 @@ OTHER_SHAPE = replace(ANOTHER, arguments=("float32[16]",))
 OTHER_JAXLIB = differing(T.JAXLIB, T.COMPUTATION, T.ACCELERATOR)
 OTHER_FLAGS = differing(T.XLA_FLAGS, T.COMPILE_OPTIONS, **{"XLA flags": "--xla_x=1"})
 NO_NAME = replace(FOUND, name="jit_other")
+OTHER_PROGRAM = "another program of these arguments"
 CAUSES = [
     (OTHER_SHAPE, f"arguments: {SHAPES} | (float32[16]) => record this run too"),
-    (ANOTHER, "computation: another program of these arguments | this one => a static argument"),
+    (ANOTHER, f"computation: {OTHER_PROGRAM} | this one => a static argument, or"),
     (OTHER_JAXLIB, "jaxlib: 1.2.3 | 4.5.6 => install jaxlib 1.2.3"),
     (OTHER_FLAGS, "XLA flags: none | --xla_x=1 => set XLA_FLAGS"),
     (differing(T.COMPILE_OPTIONS, device_count="2"), "device count: 1 | 2 => as many devices"),

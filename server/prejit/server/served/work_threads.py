@@ -1,0 +1,61 @@
+"""Threads for what takes long: each kind of work has its own, so that none waits for another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+OPERATORS = ThreadPoolExecutor(2, "prejit-operator")
+"""For metrics and the page: quick work, which never stands behind that of clients."""
+TEXTS = ThreadPoolExecutor(4, "prejit-text")
+"""For long texts: tokenizing, chat templates, large schemas."""
+
+
+async def in_thread(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    """Return the result of a function, run in a thread. It never runs if the caller is cancelled before."""
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(pool, context.run, function)
+
+
+def yield_cpu(niceness: int) -> None:
+    """Lower the priority of this thread and of those that it starts: 19 is the lowest on Linux."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+ADMIN = "prejit-admin"
+"""The threads of the admin address. A load or a recording cannot be stopped: a server that ends leaves it."""
+
+
+async def in_admin_thread(function: Callable[[], T]) -> T:
+    """Return the result of a function that may take minutes, run in a thread that the process may leave."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # the request was cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as found:
+            error = found
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name=ADMIN, daemon=True).start()
+    return await future
