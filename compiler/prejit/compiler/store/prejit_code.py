@@ -6,8 +6,8 @@ adding it to a list, and code beside it is not. Nothing is imported for it: a bu
 imports neither jax nor flax.
 
 Only code counts. Comments, docstrings, blank lines, the texts of errors, and the names and places of modules
-change no digest. Nor do the fields of syntax trees that only some versions of Python have: all versions find the
-same digests.
+change no digest. Nor do the fields of syntax trees that only some versions of Python have: all versions find
+the same digests.
 """
 
 from __future__ import annotations

@@ -66,6 +66,19 @@ from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.bundle_schema import Segment
 
+_PASSES = 2
+"""Number of times that each program is measured in turn."""
+_PASS_SECONDS = 0.1
+"""Duration of measuring one program in one pass; one run may take longer."""
+_FORM_PASSES = 4
+"""Number of times that each form of a product is measured in turn."""
+_FORM_SECONDS = 0.04
+"""Duration of measuring one form in one pass; one run may take longer."""
+_SLOW_SECONDS = 1.0
+"""A form that takes at least this long runs once before the passes, not three times."""
+_COPIED_BYTES = 128 << 20
+"""Minimum bytes of all copies of a product's matrix; more where twice the last-level caches is more."""
+
 
 def serve(
     store: DirectoryStore, compile_program: Compile, requests: BinaryIO, answers: BinaryIO
