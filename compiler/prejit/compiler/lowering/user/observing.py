@@ -382,8 +382,9 @@ def _names_files(model: str | bytes | os.PathLike[str], given: Sequence[Any], ca
     elif call != "from_binary_path":  # MuJoCo tells MJCF from URDF by the content
         with _unobserved(), suppress(OSError, ValueError):
             text = Path(os.fsdecode(model)).read_bytes()
-    # It looks for the name alone among the given files, then on the disk.
-    held = {name for each in given if isinstance(each, Mapping) for name in each}
+    # It looks for the name without directories among the given files', then on the disk.
+    given_names = (name for each in given if isinstance(each, Mapping) for name in each)
+    held = {os.path.basename(name) for name in given_names}
     named = (first or second for first, second in _FILE_OF_MODEL.findall(text))
     return any(os.path.basename(os.fsdecode(name)) not in held for name in named)
 

@@ -283,6 +283,7 @@ def test_what_an_observer_itself_imports_is_not_noted(tmp_path, monkeypatch):
         ("MjModel.from_xml_path", ("parts.urdf",), ["parts.urdf", None]),
         ("MjModel.from_xml_path", ("parts.xml", {"arm.stl": b""}), ["parts.xml"]),
         ("MjModel.from_xml_path", ("parts.xml", {"leg.stl": b""}), ["parts.xml", None]),
+        ("MjModel.from_xml_path", ("parts.xml", {"meshes/arm.stl": b""}), ["parts.xml"]),
         ("MjModel.from_xml_path", ("absent.xml",), ["absent.xml"]),
         ("MjModel.from_xml_string", ("<mujoco/>",), []),
         ("MjModel.from_xml_string", ('<include file="arm.xml"/>',), [None]),
