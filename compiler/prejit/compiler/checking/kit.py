@@ -175,10 +175,10 @@ def returned(subject: Subject) -> Problems:
 def _result_shapes(subject: Subject, rows: int, width: int, dtype: str, every: bool) -> Any:
     row = jax.ShapeDtypeStruct((rows,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-    cache = subject.cache_shapes(rows, subject.positions, dtype)
+    kept = subject.cache_shapes(rows, subject.positions, dtype)
     return jax.eval_shape(
         lambda values, *inputs: subject.model.bind(values)(*inputs, every=every),
-        *(subject.values, tokens, row, row, cache),
+        *(subject.values, tokens, row, row, kept),
     )
 
 
@@ -190,21 +190,21 @@ def _text(array: Any) -> str:
 def compare_with(subject: Subject, reference: Callable[..., Any]) -> Finding:
     """Compare the logits after each token with those of a reference."""
     texts = subject.texts[:, : 3 * subject.piece]
-    logits, _ = subject.feed(texts, subject.cache())
+    computed, _ = subject.feed(texts, subject.cache())
     given: tuple[Any, ...] = (texts,)
     if subject.encodes:
         lengths = np.full(len(texts), subject.source_size, np.int32)
         given = (subject.sources(), lengths, texts)
     right = _as_numpy(reference(*given))
-    if right.shape != logits.shape:
+    if right.shape != computed.shape:
         return Finding(
             "against",
             False,
             None,
-            f"expected logits {list(logits.shape)} of the reference, found {list(right.shape)}",
+            f"expected logits {list(computed.shape)} of the reference, found {list(right.shape)}",
             "return [B, T, V] from the reference: the logits after each token",
         )
-    apart = [difference(logits[:, at], right[:, at]) for at in range(texts.shape[1])]
+    apart = [difference(computed[:, at], right[:, at]) for at in range(texts.shape[1])]
     first = next((at for at, one in enumerate(apart) if one > subject.tolerance), None)
     if first is None:
         return Finding("against", True, max(apart))
@@ -220,11 +220,11 @@ def compare_with(subject: Subject, reference: Callable[..., Any]) -> Finding:
     )
 
 
-def _as_numpy(logits: Any) -> np.ndarray[Any, Any]:
+def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
     """Return logits of NumPy, jax or torch as NumPy array."""
-    if hasattr(logits, "detach"):  # torch: it may need gradients, be on a GPU, or be bfloat16
-        logits = logits.detach().float().cpu().numpy()
-    return np.asarray(logits, np.float32)
+    if hasattr(array, "detach"):  # torch: it may need gradients, be on a GPU, or be bfloat16
+        array = array.detach().float().cpu().numpy()
+    return np.asarray(array, np.float32)
 
 
 Check = Callable[[Subject], Finding | None]

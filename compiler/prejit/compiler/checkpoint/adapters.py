@@ -5,6 +5,8 @@
 
 A [r, in] and B [out, r]. Rows are merged in float32 when they are used, before they are rounded to a stored
 dtype: no second copy of the model is in memory. Each tensor of an adapter is used, or is an error.
+
+`describe_adapter` returns what a manifest has to say of one.
 """
 
 from __future__ import annotations

@@ -24,17 +24,53 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.models.chat_files import special_tokens
-from prejit.compiler.models.families.sentence_layout import SentenceLayout
 from prejit.runtime.base.child_process import run_child
 from prejit.runtime.errors import CheckpointError, PrejitError
 
+if TYPE_CHECKING:
+    from prejit.compiler.models.families.sentence_layout import SentenceLayout
+
 _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _LIST = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
+_OF_WORDS = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
+"""How the names of transformers' classes begin that make their own normalizer, by keys of _NORMALIZED."""
+_OF_WORDS_TOO = ("bert", "distilbert", "electra", "mpnet", "nomic_bert")
+"""The values of model_type whose tokenizer is of such a class where no file names one."""
+_OF_BYTES = ("CodeGenTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "RobertaTokenizer")
+"""How the names of transformers' classes begin that split texts by add_prefix_space, false if missing."""
+_NORMALIZED = {
+    "lowercase": ("do_lower_case", True),
+    "strip_accents": ("strip_accents", None),
+    "handle_chinese_chars": ("tokenize_chinese_chars", True),
+}
+"""Each setting of BertNormalizer with the key of tokenizer_config.json, and the value if that is missing."""
+_PROBES = {
+    "an empty text": "",
+    "an English text": "Hello, world! The quick brown fox jumps over the lazy dog.",
+    "all characters of ASCII": "".join(map(chr, range(128))),
+    "40 times the letter a": "a" * 40,
+    "accents": "Éàüñ ç ø Å e\u0301 a\u0308",
+    "emoji": "😀👍🏽👩‍👩‍👧 🇨🇭",
+    "Chinese, Japanese and Korean": "你好。世界 こんにちは 안녕하세요",
+    "white space": " \t\n\r\n  \u00a0\u200b\u3000 \n\n",
+    "2 kB of mixed text": 'def f(x):\n    return {"é": x ** 2, "你": [1.5e-3, "😀"]}  # ok?\n' * 30,
+}
+"""Texts of many kinds. The tokenizer of a published model accepts any text."""
+_CHECK_CPU_SECONDS = 5
+"""CPU time limit of the process for files up to 4 MB: a hundred times what it needs."""
+_CHECKED_BYTES_A_SECOND = 4 << 20
+"""Bytes of a larger file for which the limit grows by a second."""
+_CHECK_WALL_SECONDS = 30
+_CHECK_MEMORY_BYTES = 8 << 30
+_DECODED_AT_ONCE = 256
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from prejit.compiler.checkpoint.configured_tokenizer import _main; _main(*sys.argv[2:])"
+)
 
 
 def with_configured_tokens(file: Path, content: bytes) -> bytes:
@@ -66,6 +102,8 @@ def with_configured_tokens(file: Path, content: bytes) -> bytes:
 
 def _wanted(directory: Path) -> dict[str, dict[str, bool]]:
     """Return the properties of tokens that tokenizer_config.json describes, by their texts."""
+    from prejit.compiler.models.chat_files import special_tokens  # not in the process that checks
+
     settings = read_object(directory / "tokenizer_config.json", required=False)
     described = settings.get("added_tokens_decoder")
     wanted: dict[str, dict[str, bool]] = {}
@@ -103,20 +141,6 @@ def _is_whole(properties: Mapping[str, bool]) -> bool:
 def _ids(vocab: Any) -> Mapping[str, int]:
     """Return the ids of tokens; Unigram has a list of tokens with their scores."""
     return vocab if isinstance(vocab, dict) else {each[0]: n for n, each in enumerate(vocab)}
-
-
-_OF_WORDS = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
-"""How the names of transformers' classes begin that make their own normalizer, by keys of _NORMALIZED."""
-_OF_WORDS_TOO = ("bert", "distilbert", "electra", "mpnet", "nomic_bert")
-"""The values of model_type whose tokenizer is of such a class where no file names one."""
-_OF_BYTES = ("CodeGenTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "RobertaTokenizer")
-"""How the names of transformers' classes begin that split texts by add_prefix_space, false if missing."""
-_NORMALIZED = {
-    "lowercase": ("do_lower_case", True),
-    "strip_accents": ("strip_accents", None),
-    "handle_chinese_chars": ("tokenize_chinese_chars", True),
-}
-"""Each setting of BertNormalizer with the key of tokenizer_config.json, and the value if that is missing."""
 
 
 def check_encoder_tokenizer(
@@ -231,31 +255,6 @@ def _part(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-_PROBES = {
-    "an empty text": "",
-    "an English text": "Hello, world! The quick brown fox jumps over the lazy dog.",
-    "all characters of ASCII": "".join(map(chr, range(128))),
-    "40 times the letter a": "a" * 40,
-    "accents": "Éàüñ ç ø Å e\u0301 a\u0308",
-    "emoji": "😀👍🏽👩‍👩‍👧 🇨🇭",
-    "Chinese, Japanese and Korean": "你好。世界 こんにちは 안녕하세요",
-    "white space": " \t\n\r\n  \u00a0\u200b\u3000 \n\n",
-    "2 kB of mixed text": 'def f(x):\n    return {"é": x ** 2, "你": [1.5e-3, "😀"]}  # ok?\n' * 30,
-}
-"""Texts of many kinds. The tokenizer of a published model accepts any text."""
-_CPU_SECONDS = 5
-"""CPU time limit of the process for files up to 4 MB: a hundred times what it needs."""
-_BYTES_A_SECOND = 4 << 20
-"""Bytes of a larger file for which the limit grows by a second."""
-_WALL_SECONDS = 30
-_MEMORY_BYTES = 8 << 30
-_DECODED_AT_ONCE = 256
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from prejit.compiler.checkpoint.configured_tokenizer import _main; _main(*sys.argv[2:])"
-)
-
-
 def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
     """Load a tokenizer and encode and decode a set of texts, within limits of time and memory.
 
@@ -265,15 +264,19 @@ def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
         CheckpointError: the library cannot read the file, fails on a text, or does not end, or a text has a
             token that the model does not have.
     """
-    seconds = _CPU_SECONDS + len(content) // _BYTES_A_SECOND
-    arguments = (json.dumps(sys.path), str(path), *map(str, (vocab_size, seconds, _MEMORY_BYTES)))
+    seconds = _CHECK_CPU_SECONDS + len(content) // _CHECKED_BYTES_A_SECOND
+    arguments = (
+        json.dumps(sys.path),
+        str(path),
+        *map(str, (vocab_size, seconds, _CHECK_MEMORY_BYTES)),
+    )
     try:
         status, output, _ = run_child(
             [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *arguments],
             content,
             # Each thread would reserve memory, which is limited.
             env={**os.environ, "RUST_BACKTRACE": "0", "RAYON_NUM_THREADS": "1"},
-            seconds=_WALL_SECONDS + seconds,
+            seconds=_CHECK_WALL_SECONDS + seconds,
         )
     except OSError as error:
         raise CheckpointError(f"cannot start {sys.executable}: {error.strerror}") from error

@@ -9,6 +9,15 @@ llama.cpp writes some tensors in another order or form, which is undone:
 
 Q4_0 is integers times a float16 scale for each 32 inputs: what int4 is here. Q4_1 and Q4_K are integers with
 a scale and a minimum. Where the minimum of a group is 16,000 times its scale or more, its integers become 0.
+
+`read_metadata` and `read_kinds` read a file before the package does, which makes an object for each element
+that the file counts, even past its end:
+
+    file     "GGUF", version u32, tensors u64, entries u64; entries; tensors
+    entry    key, type u32, value
+    text     bytes u64, UTF-8
+    array    type u32, elements u64, elements
+    tensor   name, dimensions u32, each u64, type u32, offset u64
 """
 
 from __future__ import annotations
@@ -43,6 +52,13 @@ _WITH_MINIMUMS = (3, 12)
 """Numbers of Q4_1 and Q4_K in a file (ggml_type)."""
 _MOST_SCALES = 16_000
 """A minimum of more scales than this, beyond the precision of float16, hides the integers of its group."""
+_NUMBER_FORMATS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""The format of each type of numbers, for `struct`."""
+_TEXT_TYPE, _ARRAY_TYPE = 8, 9
+"""Numbers of the types of entries that are no numbers."""
+_MOST_ELEMENTS = 1 << 22
+"""Maximum elements of all arrays, entries and tensors of a file: vocabularies have some 500,000."""
+_MOST_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
@@ -243,14 +259,6 @@ def _widened(path: Path, name: str, kind: Any, values: Values) -> Values:
     return wide.astype(np.float32, copy=False)
 
 
-_NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""The format of each type of numbers, for `struct`."""
-_TEXT, _ARRAY = 8, 9
-_MOST_ELEMENTS = 1 << 22
-"""Maximum elements of all arrays, entries and tensors of a file: vocabularies have some 500,000."""
-_MOST_DIMENSIONS = 4
-
-
 def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
     """Return the metadata of a file.
 
@@ -351,12 +359,12 @@ class _Cursor:
     def value(self, name: str) -> Any:
         """Return the value of an entry."""
         kind = self.number("I")
-        if kind == _TEXT:
+        if kind == _TEXT_TYPE:
             return self.text(name)
-        if kind != _ARRAY:
+        if kind != _ARRAY_TYPE:
             return self.number(_number(kind, name))
         kind, elements = self.number("I"), self.number("Q")
-        if kind == _TEXT:
+        if kind == _TEXT_TYPE:
             self.count(elements, 8, name)
             if self._arrays:
                 return [self.text(name) for _ in range(elements)]
@@ -377,6 +385,6 @@ class _Cursor:
 
 
 def _number(kind: int, name: str) -> str:
-    if kind not in _NUMBERS:
+    if kind not in _NUMBER_FORMATS:
         raise ValueError(f"{name}: expected a type of numbers or texts, found {kind}")
-    return _NUMBERS[kind]
+    return _NUMBER_FORMATS[kind]

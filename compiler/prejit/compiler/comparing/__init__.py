@@ -2,6 +2,6 @@
 
 `difference` reads and compares, `speed` measures in processes that take turns (`timing_child` is their
 program); `inspected_programs` looks into one bundle. They read machine code with the worker's
-disassembler, in this process: nothing is compiled here. Imports `bench`, `compile` and `targets`. Begin with
-`difference`.
+disassembler, in this process: no program of a bundle is compiled here. Imports `bench`, `compile` and
+`targets`. Begin with `difference`.
 """

@@ -35,6 +35,14 @@ from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 _SHT_SYMTAB, _STT_FUNC = 2, 2
+_PROGRAM_SECONDS, _LEAST_RUNS = 0.2, 3
+"""Least time and number of runs in which one turn measures a program."""
+_READ_BYTES = 512 << 20
+"""Size of the array that is read: larger than the caches of most machines."""
+_PRODUCT_SIDE = 2048
+"""Rows and columns of the matrices that are multiplied."""
+_LIMIT_SECONDS, _LEAST_PASSES = 0.5, 5
+"""Least time and number of passes in which a limit of the machine is measured."""
 
 
 def find_target(bundle: ReadBundle, name: str | None) -> ReadTarget:
@@ -159,9 +167,6 @@ def _disassembled(content: bytes) -> Iterator[str]:
             yield ""
 
 
-_LEAST_RUNS, _PROGRAM_SECONDS = 3, 0.2
-
-
 @dataclass(frozen=True, slots=True)
 class ProgramCost:
     """The cost of one run of a program.
@@ -251,13 +256,6 @@ def run_times(
     return least
 
 
-_BYTES = 512 << 20
-"""Size of the array that is read: larger than the caches of most machines."""
-_SIDE = 2048
-"""Rows and columns of the matrices that are multiplied."""
-_SECONDS, _LEAST_PASSES = 0.5, 5
-
-
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
     """The most that the CPUs of this process can do together.
@@ -281,12 +279,12 @@ class MachineLimits:
 
 def measure_limits() -> MachineLimits:
     """Measure the limits of this machine, in about two seconds: the best pass of each counts."""
-    return MachineLimits(measure_reading(), 2 * _SIDE**3 * max(_product_rates()))
+    return MachineLimits(measure_reading(), 2 * _PRODUCT_SIDE**3 * max(_product_rates()))
 
 
 def measure_reading() -> float:
     """Return the bytes per second at which this process reads memory, in about a second."""
-    words = np.ones(_BYTES // 8, np.uint64)
+    words = np.ones(_READ_BYTES // 8, np.uint64)
     return max(read_rates(words, len(os.sched_getaffinity(0))))
 
 
@@ -306,7 +304,7 @@ def _product_rates() -> list[float]:
     """Return the products of two matrices per second, of each product."""
     import jax
 
-    one = np.ones((_SIDE, _SIDE), np.float32)
+    one = np.ones((_PRODUCT_SIDE, _PRODUCT_SIDE), np.float32)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         multiply, placed = jax.jit(jax.numpy.matmul), jax.numpy.asarray(one)
         return _passes(lambda: multiply(placed, placed).block_until_ready())
@@ -316,7 +314,7 @@ def _passes(work: Callable[[], object]) -> list[float]:
     """Do the work again and again; return passes per second, a value for each but the first."""
     rates: list[float] = []
     work()  # maps pages, starts threads, compiles
-    end = time.perf_counter() + _SECONDS
+    end = time.perf_counter() + _LIMIT_SECONDS
     while (started := time.perf_counter()) < end or len(rates) < _LEAST_PASSES:
         work()
         rates.append(1 / (time.perf_counter() - started))

@@ -82,33 +82,33 @@ def read_log(path: Path, model: str | None = None) -> LoggedRequests:
     running: list[tuple[str, float, float]] = []
     try:
         with path.open(encoding="utf-8") as file:
-            for of, one, span in _requests(file, path):
-                requests[of, one] += 1
-                if of is not None and span is not None:
-                    running.append((of, *span))
+            for bundle, request, span in _requests(file, path):
+                requests[bundle, request] += 1
+                if bundle is not None and span is not None:
+                    running.append((bundle, *span))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise StoreError(f"{path}: cannot read: {reason}") from error
-    name = _only_model({of for of, _ in requests if of is not None}, model, path)
+    name = _only_model({bundle for bundle, _ in requests if bundle is not None}, model, path)
     generations: Counter[LoggedGeneration] = Counter()
     encodings: Counter[LoggedEncoding] = Counter()
-    for (of, one), count in requests.items():
-        if of not in (None, name):
+    for (bundle, request), count in requests.items():
+        if bundle not in (None, name):
             continue
-        if isinstance(one, LoggedGeneration):
-            generations[one] += count
+        if isinstance(request, LoggedGeneration):
+            generations[request] += count
         else:
-            encodings[one] += count
+            encodings[request] += count
     if not generations and not encodings:
         raise UsageError(f"{path}: expected requests with lengths, found none", hint=_HINT)
-    spans = ((start, end) for of, start, end in running if of == name)
+    spans = ((start, end) for bundle, start, end in running if bundle == name)
     return LoggedRequests(generations, encodings, _seconds_at(spans))
 
 
 def _requests(
     file: TextIO, path: Path
 ) -> Iterator[tuple[str | None, LoggedGeneration | LoggedEncoding, tuple[float, float] | None]]:
-    """Yield each request with its bundle, and of a generation in a server's log when it ran."""
+    """Yield each request with its bundle, and when it ran if it is a generation in a server's log."""
     rows = _csv_rows(file) if path.suffix == ".csv" else _json_rows(file, path)
     for number, row in rows:
         where = f"{path}: line {number}"

@@ -320,7 +320,7 @@ def quantized_for(
     """
 
     def part(at: int) -> tuple[Values, ...]:
-        return _rounded(matrix[at : at + _OUTPUTS].T, inputs, name, groups)
+        return _rounded_for(matrix[at : at + _OUTPUTS].T, inputs, name, groups)
 
     with ThreadPoolExecutor(cpus()) as pool:
         parts = list(pool.map(part, range(0, len(matrix), _OUTPUTS)))
@@ -350,7 +350,7 @@ def _factored(left: Values, damping: float) -> Inputs:
     return Inputs(factor.T, remaining, products)
 
 
-def _rounded(weights: Values, inputs: Inputs, name: str, groups: Groups) -> tuple[Values, ...]:
+def _rounded_for(weights: Values, inputs: Inputs, name: str, groups: Groups) -> tuple[Values, ...]:
     """Return the integers, scales and zero points of outputs, from their weights [in, R]."""
     count, size = len(weights), groups.size
     integers, errors = np.empty(weights.shape, np.int8), np.empty(weights.shape, np.float32)

@@ -3,6 +3,7 @@
 The function is traced with float32 matrices, and its jaxpr is evaluated with the stored values in their
 place. A product with a matrix becomes `linear.dot` of the stored values, as in prejit's own layers, and the
 scales multiply its result, or x. Whatever else the function does with a matrix gets the matrix widened.
+`evaluate` runs a jaxpr with a rule for some of its primitives.
 """
 
 from __future__ import annotations

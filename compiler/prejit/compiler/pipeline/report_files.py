@@ -32,6 +32,14 @@ from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 
+_PICTURE_WIDTH, _LABELS_WIDTH, _HEAD_HEIGHT, _LANE_HEIGHT = 1000, 90, 24, 26
+_STEPS_WIDTH = _PICTURE_WIDTH - _LABELS_WIDTH - 10
+"""Sizes of the picture of steps in pixels: whole, names of lanes, times above, a lane, and the steps."""
+_MOST_MARKS = 2000
+"""Steps that are drawn, the longest first."""
+_MOST_ROWS = 200
+"""Rows of a table of programs. The JSON has all of them."""
+
 
 def report_build(built: Built, progress: Progress, fetched: Mapping[str, str]) -> None:
     """Write the report of a build that has ended.
@@ -49,7 +57,6 @@ def report_build(built: Built, progress: Progress, fetched: Mapping[str, str]) -
 
 
 def _write(built: Built, progress: Progress, fetched: Mapping[str, str], path: Path) -> None:
-
     def read(layout: Layout, root: Root) -> tuple[str, list[Contents]]:
         targets = sorted(match(root, Fingerprint.current()), key=lambda target: target.name)
         return root.digest, [read_contents(layout, target) for target in targets]
@@ -102,14 +109,6 @@ def _last(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-_WIDTH, _LABELS, _HEAD, _STEP = 1000, 90, 24, 26
-_PLOT = _WIDTH - _LABELS - 10
-_MOST_MARKS = 2000
-"""Steps that are drawn, the longest first."""
-_MOST_ROWS = 200
-"""Rows of a table of programs. The JSON has all of them."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepMark:
     """A step in the picture: its place, its class in the style sheet, and what shows under the pointer."""
@@ -123,7 +122,9 @@ class StepMark:
 
 def report_page(report: BuildReport) -> str:
     """Return the page of a report as HTML."""
-    from prejit.compiler.pages import render  # imports jinja2, which most builds do without
+    from prejit.compiler.pages import (
+        render,
+    )  # imports jinja2, which a build that changes nothing does without
 
     lanes = sorted({step.lane for step in report.steps}, key=_lane_order)
     path: dict[str, float] = {}
@@ -137,10 +138,10 @@ def report_page(report: BuildReport) -> str:
         lanes=[(name, _middle(place)) for place, name in enumerate(lanes)],
         marks=_marks(report, lanes),
         ticks=_ticks(report.seconds),
-        height=_HEAD + _STEP * len(lanes) + 6,
-        width=_WIDTH,
-        labels=_LABELS,
-        head=_HEAD,
+        height=_HEAD_HEIGHT + _LANE_HEIGHT * len(lanes) + 6,
+        width=_PICTURE_WIDTH,
+        labels=_LABELS_WIDTH,
+        head=_HEAD_HEIGHT,
         path_kinds=sorted(path.items(), key=lambda item: -item[1]),
         programs=programs[:_MOST_ROWS],
         left_out=max(0, len(programs) - _MOST_ROWS),
@@ -161,7 +162,7 @@ def _lane_order(name: str) -> tuple[bool, int]:
 
 
 def _middle(place: int) -> int:
-    return _HEAD + _STEP * place + _STEP // 2
+    return _HEAD_HEIGHT + _LANE_HEIGHT * place + _LANE_HEIGHT // 2
 
 
 def _kind_of(what: str) -> str:
@@ -171,13 +172,13 @@ def _kind_of(what: str) -> str:
 
 def _marks(report: BuildReport, lanes: Sequence[str]) -> list[StepMark]:
     """Return the steps as they are drawn, those of the critical path in another colour."""
-    scale = _PLOT / report.seconds if report.seconds else 0.0
+    scale = _STEPS_WIDTH / report.seconds if report.seconds else 0.0
     on_path = {(link.what, link.start) for link in report.critical_path}
     places = {name: _middle(place) for place, name in enumerate(lanes)}
     longest: list[Placed] = sorted(report.steps, key=lambda step: step.start - step.end)
     return [
         StepMark(
-            _LABELS + step.start * scale,
+            _LABELS_WIDTH + step.start * scale,
             max(1.0, (step.end - step.start) * scale),
             places[step.lane],
             "path" if (step.what, step.start) in on_path else "step",
@@ -195,7 +196,7 @@ def _ticks(seconds: float) -> list[tuple[float, str]]:
     steps = [power * factor for factor in (1, 2, 5, 10, 20, 50, 100, 200)]
     step = next((one for one in steps if seconds / one <= 8), steps[-1])
     return [
-        (_LABELS + _PLOT * number * step / seconds, f"{number * step:g} s")
+        (_LABELS_WIDTH + _STEPS_WIDTH * number * step / seconds, f"{number * step:g} s")
         for number in range(int(seconds / step) + 1)
     ]
 

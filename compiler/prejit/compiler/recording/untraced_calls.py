@@ -187,7 +187,7 @@ def _inputs(calls: RecordedCalls) -> dict[str, dict[str, Any]]:
         "environment variable": found["environment"],
         "file": {path: digest for path, _, _, digest in found["files"]},
         "directory": {path: digest for path, _, digest in found["listings"]},
-        "order of": {path: digest for path, _, digest in found.get("orders", ())},
+        "order of directory": {path: digest for path, _, digest in found["orders"]},
         "packages": {path: digest for path, _, digest in found["packages"]},
         "path": {path: kind for path, _, kind in found["kinds"]},
         "link": {path: target for path, _, target in found["links"]},

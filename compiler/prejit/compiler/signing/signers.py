@@ -30,8 +30,16 @@ if TYPE_CHECKING:
 
 PASSWORD_VARIABLE = "PREJIT_KEY_PASSWORD"  # noqa: S105 (a variable's name)
 """The environment variable with the password of an encrypted key."""
+TOKEN_VARIABLE = "PREJIT_IDENTITY_TOKEN"  # noqa: S105 (a variable's name)
+"""The environment variable with an identity token, for where the environment offers none."""
 
-_MAKE = "make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+_MAKE_KEY = "make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+_NO_IDENTITY = (
+    "in GitHub Actions give the job the permission `id-token: write`; elsewhere set "
+    f"{TOKEN_VARIABLE} to a token of your CI for the audience sigstore"
+)
+_ISSUER_OID = "1.3.6.1.4.1.57264.1.1"
+"""The extension of sigstore's certificates with the issuer, as a policy compares it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ def read_private_key(path: Path) -> PrivateKey:
         near = nearest_file(path)
         raise StoreError(
             f"{path}: cannot read a key: {error.strerror}",
-            hint=_MAKE if near is None else f"did you mean {near}?",
+            hint=_MAKE_KEY if near is None else f"did you mean {near}?",
         ) from error
     except OSError as error:
         raise StoreError(
@@ -131,11 +139,11 @@ def parse_private_key(pem: bytes, where: str, password: str | None = None) -> Pr
                 hint=f"set {PASSWORD_VARIABLE} to the key's password",
             ) from error
         raise UsageError(
-            f"{where}: expected a private key in PEM: {error!s:.120}", hint=_MAKE
+            f"{where}: expected a private key in PEM: {error!s:.120}", hint=_MAKE_KEY
         ) from error
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise UsageError(
-            f"{where}: expected a key of ECDSA, found {type(private).__name__}", hint=_MAKE
+            f"{where}: expected a key of ECDSA, found {type(private).__name__}", hint=_MAKE_KEY
         )
     public = private.public_key().public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -143,16 +151,7 @@ def parse_private_key(pem: bytes, where: str, password: str | None = None) -> Pr
     try:
         return PrivateKey(read_key(public, where), private)
     except PolicyError as error:  # another curve: the hint is that of a public key
-        raise UsageError(str(error), hint=_MAKE) from error
-
-
-TOKEN_VARIABLE = "PREJIT_IDENTITY_TOKEN"  # noqa: S105 (a variable's name)
-"""The environment variable with an identity token, for where the environment offers none."""
-
-_NO_IDENTITY = (
-    "in GitHub Actions give the job the permission `id-token: write`; elsewhere set "
-    f"{TOKEN_VARIABLE} to a token of your CI for the audience sigstore"
-)
+        raise UsageError(str(error), hint=_MAKE_KEY) from error
 
 
 @dataclass(frozen=True)
@@ -224,10 +223,6 @@ def keyless_signer(token: str | None, config: Path | None) -> KeylessSigner:
         raise _no_service(error) from error
     text = root._inner.to_json().encode("utf-8")
     return KeylessSigner(TrustedIdentity(who, who, issuer, text, "sigstore's trusted root"), signer)
-
-
-_ISSUER_OID = "1.3.6.1.4.1.57264.1.1"
-"""The extension of sigstore's certificates with the issuer, as a policy compares it."""
 
 
 def _named(certificate: Certificate) -> tuple[str, str]:

@@ -6,7 +6,8 @@ adding it to a list, and code beside it is not. Nothing is imported for it: a bu
 imports neither jax nor flax.
 
 Only code counts. Comments, docstrings, blank lines, the texts of errors, and the names and places of modules
-change no digest.
+change no digest. Nor do the fields of syntax trees that only some versions of Python have: all versions find
+the same digests.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ OWN_WEIGHTS = (
 """The code that makes the tensors of a decoder of the user."""
 USER_FUNCTIONS = (
     "prejit.compiler.lowering.user.found_function",
-    "prejit.compiler.lowering.user.found_function",
     "prejit.compiler.lowering.user.flax_modules",
     "prejit.compiler.lowering.user.function_lowering",
     "prejit.compiler.pipeline.workspace:_find_functions",
@@ -108,10 +108,7 @@ GOLDEN = ("prejit.compiler.pipeline.measure.golden_child",)
 """The code that asks programs for golden answers."""
 SIZES = ("prejit.compiler.pipeline.measure.sizes_child:_compare",)
 """The code that compares programs with their functions at other sizes."""
-TOKENIZER = (
-    "prejit.compiler.checkpoint.configured_tokenizer",
-    "prejit.compiler.checkpoint.configured_tokenizer",
-)
+TOKENIZER = ("prejit.compiler.checkpoint.configured_tokenizer",)
 """The code that tries a tokenizer."""
 KERNELS = (
     "prejit.compiler.native.compilers:Compiler",

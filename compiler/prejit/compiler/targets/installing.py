@@ -1,7 +1,8 @@
 """Make an environment with the standard library's venv, and with uv or pip.
 
 The user's own configuration of pip decides where packages come from. uv, where it is installed, links the
-files of its cache. What uv cannot do, pip does.
+files of its cache. What uv cannot do, pip does. Another jax than this one may need another Python, which
+`find_interpreter` finds on this machine.
 
 uv reads none of pip's settings. `translated` gives them to uv as environment variables, which no other user
 of the machine sees, unlike arguments: the URL of an index may hold a password.
@@ -54,6 +55,36 @@ _LISTS = {
 }
 """Settings with several values: uv's variable, and what separates values there."""
 _OFF = ("", "0", "false", "no", "off")
+_DEVIATING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON")
+"""Settings that would install somewhere else."""
+_LIST_INSTALLED = """
+import json, re
+from importlib.metadata import distributions
+print(json.dumps({re.sub("[-_.]+", "-", d.name).lower(): d.version for d in distributions()}))
+"""
+_LAST_LINES = 6
+"""Maximum lines of pip's output in an error."""
+_PYTHONS = {
+    # jax: the oldest Python, and the newest that jaxlib and zstandard both have wheels for.
+    (0, 10): ((3, 11), (3, 14)),
+    (0, 11): ((3, 12), (3, 14)),
+    (0, 12): ((3, 12), (3, 14)),
+}
+_INTERPRETER_PROBE = """
+import os, sys, sysconfig
+assert sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit(3)
+print(*sys.version_info[:2], os.path.realpath(sys.executable))
+"""
+_NO_VENV = 3
+"""Exit status of `_INTERPRETER_PROBE` for a Python that cannot make environments."""
+_MOST_INTERPRETERS = 3
+"""Maximum interpreters that an error lists."""
+
+_Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -138,17 +169,6 @@ def _absolute(value: str) -> str:
     return os.path.abspath(value) if os.path.exists(value) else value
 
 
-_DEVIATING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON")
-"""Settings that would install somewhere else."""
-_LIST = """
-import json, re
-from importlib.metadata import distributions
-print(json.dumps({re.sub("[-_.]+", "-", d.name).lower(): d.version for d in distributions()}))
-"""
-_LAST_LINES = 6
-"""Maximum lines of pip's output in an error."""
-
-
 def make_environment(spec: EnvironmentSpec, progress: Progress | None = None) -> Environment:
     """Return an environment, and make it where it does not exist. Several processes make it once.
 
@@ -210,7 +230,7 @@ def _install(spec: EnvironmentSpec, path: Path, python: str, lock: int, progress
             # It takes half of the time, and workers import one file in ten.
             options += ["--no-compile"]
             run([inside, "-I", "-m", "pip", "install", *options, *spec.requirements], environ)
-        versions = json.loads(run([inside, "-I", "-c", _LIST], environ))
+        versions = json.loads(run([inside, "-I", "-c", _LIST_INSTALLED], environ))
         _sync(path)
     except OSError as error:
         raise write_error(path, error.errno, error.strerror) from error
@@ -318,28 +338,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_PYTHONS = {
-    # jax: the oldest Python, and the newest that jaxlib and zstandard both have wheels for.
-    (0, 10): ((3, 11), (3, 14)),
-    (0, 11): ((3, 12), (3, 14)),
-    (0, 12): ((3, 12), (3, 14)),
-}
-_PROBE = """
-import os, sys, sysconfig
-assert sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
-try:
-    import ensurepip, venv
-except ImportError:
-    sys.exit(3)
-print(*sys.version_info[:2], os.path.realpath(sys.executable))
-"""
-_NO_VENV = 3
-_SHOWN = 3
-"""Maximum interpreters that an error lists."""
-
-_Version = tuple[int, int]
-
-
 def find_interpreter(jax: str, target: str) -> str:
     """Return the path of an interpreter that a version of jax runs on, and that can make environments.
 
@@ -361,7 +359,7 @@ def find_interpreter(jax: str, target: str) -> str:
                 without.append(path)
     newer = any(version > highest for version in seen.values())
     needs = f"{_text(lowest)} to {_text(highest)}" if newer else f"{_text(lowest)} or newer"
-    newest = sorted(seen, key=lambda path: seen[path], reverse=True)[:_SHOWN]
+    newest = sorted(seen, key=lambda path: seen[path], reverse=True)[:_MOST_INTERPRETERS]
     listed = (
         f"{_text(seen[path])}{' without venv' if path in without else ''} ({path})"
         for path in newest
@@ -421,7 +419,11 @@ def _probe(path: str) -> str | int:
         return path if complete else _NO_VENV
     try:
         done = subprocess.run(
-            [path, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=30, check=False
+            [path, "-I", "-c", _INTERPRETER_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return 1

@@ -15,7 +15,7 @@ from prejit.compiler.checkpoint.configured_tokenizer import (
 )
 from prejit.runtime.errors import CheckpointError
 
-from .test_tokenizer_check import begun_with, crafted
+from .test_configured_tokenizer_check import begun_with, crafted
 
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
 NAMES = ("<A>", "<b>", "ab")  # the last is no word of the vocabulary but an added token

@@ -9,6 +9,7 @@ CALL = {"name": "jit_f", "reason": None, "program": "p", "indices": [1]}
 INPUTS = {
     **{"environment": {"MODE": "sum"}, "modules": {"zlib": "/zlib.so"}},
     **{"files": [["/data", 1, [5], "digest"]], "listings": [["/parts", 1, "names"]]},
+    "orders": [["/ordered", 1, "names"]],
     **{"packages": [["/packages", 1, "names"]], "kinds": [["/out", 1, 0]]},
     **{"links": [["/now", 1, "v1"]], "absent": [["torch", 1, None]]},
 }
@@ -25,6 +26,7 @@ def test_an_input_in_which_two_recordings_differ_is_named():
         ({"files": [["/data", 1, [5], "other"]]}, "the file /data was another"),
         ({"files": []}, "the file /data was not read"),
         ({"listings": [*INPUTS["listings"], ["/x", 1, ""]]}, "the directory /x was read, now not"),
+        ({"orders": [["/ordered", 1, "x"]]}, "the order of directory /ordered was another"),
         ({"kinds": [["/out", 1, 1]]}, "the path /out was another"),
     ):
         [reason] = confirmed(recording(**inputs), recording()).reasons()

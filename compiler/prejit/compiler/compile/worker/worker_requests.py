@@ -14,6 +14,8 @@ Each request runs in a fork of its own. A program that crashes XLA or runs out o
 memory is given back, and an executable does not depend on those compiled before it (XLA numbers the modules
 of a process). A fork costs 10 ms; jaxlib is imported once, before the forks. It reads XLA_FLAGS when it is
 first used, which is in the fork: so one process serves targets with different flags.
+
+A program is measured many times and its least time counts: whatever disturbs the machine makes a run slower.
 """
 
 from __future__ import annotations
@@ -63,6 +65,19 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.bundle_schema import Segment
+
+_PASSES = 2
+"""Number of times that each program is measured in turn."""
+_PASS_SECONDS = 0.1
+"""Duration of measuring one program in one pass; one run may take longer."""
+_FORM_PASSES = 4
+"""Number of times that each form of a product is measured in turn."""
+_FORM_SECONDS = 0.04
+"""Duration of measuring one form in one pass; one run may take longer."""
+_SLOW_SECONDS = 1.0
+"""A form that takes at least this long runs once before the passes, not three times."""
+_COPIED_BYTES = 128 << 20
+"""Minimum bytes of all copies of a product's matrix; more where twice the last-level caches is more."""
 
 
 def serve(
@@ -214,20 +229,6 @@ def main(compile_program: Compile = compile_program) -> None:
     import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
     serve(DirectoryStore(Path(sys.argv[1])), compile_program, requests, answers)
-
-
-_PASSES = 2
-"""Number of times that each program is measured in turn."""
-_PASS_SECONDS = 0.1
-"""Duration of measuring one program in one pass; one run may take longer."""
-_FORM_PASSES = 4
-"""Number of times that each form of a product is measured in turn."""
-_FORM_SECONDS = 0.04
-"""Duration of measuring one form in one pass; one run may take longer."""
-_SLOW_SECONDS = 1.0
-"""A form that takes at least this long runs once before the passes, not three times."""
-_COPIED_BYTES = 128 << 20
-"""Minimum bytes of all copies of a product's matrix; more where twice the last-level caches is more."""
 
 
 def require_blob(store: Store, digest: str) -> bytes:

@@ -33,13 +33,13 @@ from prejit.compiler.lowering.user.trace_inputs import (
     portable_path,
     varies,
 )
+from prejit.runtime.recorded.hook.input_facts import FILES_OF_MEMORY
 
 _BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
 _STATUSES = ("stat", "lstat", "access", "getmtime", "getctime", "getatime")
 """The functions of the standard library whose callers see all that the status of a path holds."""
 _JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
 _ALIVE = ("/proc/", "/sys/", "/dev/")
-_FILES_OF_MEMORY = "/dev/shm/"  # noqa: S108, nothing is written there
 _ANYONE = "a thread"
 """In place of a module of the user: a thread without one on its stack, such as in a pool."""
 _HOOKS = tuple(str(Path(__file__).with_name(name)) for name in ("observer.py", "observing.py"))
@@ -150,7 +150,7 @@ class Observer:
         file = os.path.abspath(os.fsdecode(path))
         if file in self._modules or is_installed(file) or file.startswith(_caches()):
             return
-        if file.startswith(_ALIVE) and not file.startswith(_FILES_OF_MEMORY):
+        if file.startswith(_ALIVE) and not file.startswith(FILES_OF_MEMORY):
             return
         if file.endswith(".pyc") and os.path.basename(os.path.dirname(file)) == "__pycache__":
             return

@@ -370,19 +370,23 @@ _READERS: Mapping[str, Sequence[str]] = {
     ),
 }
 """The functions and methods by which libraries open files, by module."""
-_FILE_OF_MODEL = re.compile(rb"\bfile\w*\s*=")
+_FILE_OF_MODEL = re.compile(rb"""\bfile\w*\s*=\s*(?:"([^"]*)|'([^']*))""")
 """The attributes of MuJoCo's XML that name meshes, textures and other models: file, fileright and others."""
 
 
-def _names_files(model: Any, given: Sequence[Any], is_text: bool) -> bool:
+def _names_files(model: str | bytes | os.PathLike[str], given: Sequence[Any], call: str) -> bool:
     """Return whether a model of MuJoCo, a path or a text, names files that are not given with it."""
-    if any(isinstance(each, Mapping) and each for each in given):
-        return False
-    text = str(model).encode() if is_text else b""
-    if os.fspath(model).endswith(".xml"):
+    text = b""
+    if call.endswith("_string"):
+        text = os.fsencode(model)
+    elif call != "from_binary_path":  # MuJoCo tells MJCF from URDF by the content
         with _unobserved(), suppress(OSError, ValueError):
-            text = Path(model).read_bytes()
-    return _FILE_OF_MODEL.search(text) is not None
+            text = Path(os.fsdecode(model)).read_bytes()
+    # It looks for the name without directories among the given files', then on the disk.
+    given_names = (name for each in given if isinstance(each, Mapping) for name in each)
+    held = {os.path.basename(name) for name in given_names}
+    named = (first or second for first, second in _FILE_OF_MODEL.findall(text))
+    return any(os.path.basename(os.fsdecode(name)) not in held for name in named)
 
 
 @final
@@ -422,15 +426,17 @@ class NativeReaders:
         except (AttributeError, KeyError):  # another version, or its import has not ended
             return
         label, note = f"{module}.{name.removesuffix('.__init__')}", self._note
+        # Bytes are content to pyarrow, and paths to others.
+        kinds = (str, os.PathLike) if module == "pyarrow" else (str, bytes, os.PathLike)
 
         @wraps(call)
         def read(*args: Any, **options: Any) -> Any:
             given = (*args, *options.values())
-            path = next((each for each in given if isinstance(each, str | os.PathLike)), None)
+            path = next((each for each in given if isinstance(each, kinds)), None)
             is_text = attribute.endswith("_string")
             if (path is not None and not is_text) or module == "tensorstore":
                 note(label, path)  # else it reads an open file
-            if module == "mujoco" and path is not None and _names_files(path, given, is_text):
+            if module == "mujoco" and path is not None and _names_files(path, given, attribute):
                 note(label, None)
             return call(*args, **options)
 

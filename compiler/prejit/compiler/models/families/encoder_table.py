@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families import encoders
+from prejit.compiler.models.families import disentangled
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
 from prejit.compiler.models.families.encoder_decoders import RelativeBias
 from prejit.compiler.models.families.encoders import (
@@ -101,7 +101,7 @@ _DEBERTA = EncoderFamily(
         "encoder.rel_embeddings": Embedding(2 * config.position_buckets, config.hidden_size),
         "encoder.LayerNorm": LayerNorm(config.hidden_size, config.layer_norm_eps),
     },
-    block=encoders.DisentangledBlock,
+    block=disentangled.DisentangledBlock,
 )
 
 
@@ -250,7 +250,7 @@ ENCODERS: Mapping[str, Family] = {
         *("deberta.", "cls.", "lm_predictions.", "mask_predictions.", "pooler."),
         # A table that the reference ignores too, because position_biased_input is false.
         *("embeddings.position_embeddings.", "deberta.embeddings.position_embeddings."),
-        check=encoders.check,
+        check=disentangled.check,
     ),
     "distilbert": _encoder(
         # The epsilon is a constant in the code of the reference, not a setting.

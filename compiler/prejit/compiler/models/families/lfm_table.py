@@ -23,8 +23,8 @@ from prejit.compiler.models.families.decoder_table import HEAD_NORMS, rotary
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.mixture_table import stacked_experts
+from prejit.compiler.models.layers.causal_convolution import ShortConvolution
 from prejit.compiler.models.layers.experts import Routing
-from prejit.compiler.models.layers.mamba2 import ShortConvolution
 
 
 def _inner(config: Any, layer: int) -> int:

@@ -8,6 +8,11 @@
     2_Normalize                  empty
     1_LogitScore/config.json     the tokens whose logits are a score, behind a causal language model
     config_sentence_transformers.json   prompts; of a cross-encoder the activation of scores
+    sparse_linear.pt             BGE-M3: hidden state to a number; its positive part weighs the token
+    colbert_linear.pt            BGE-M3: hidden state to a vector, of length 1 then
+
+BGE-M3's heads of tokens (Chen et al. 2024, arXiv 2402.03216, section 3) are computed as FlagEmbedding does it
+(inference/embedder/encoder_only/m3.py).
 
 A directory without modules.json gets mean pooling and no normalization, or the last token of a model of the
 class ...ForCausalLM, as in sentence-transformers (sentence_transformer/model.py, _load_default_modules). The
@@ -27,13 +32,10 @@ from prejit.compiler.base.json_file import read_list, read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import Encode
 from prejit.compiler.models.chat_files import special_tokens
+from prejit.compiler.models.families.layout_settings import HINT, LAYOUT, expect, known_keys
 from prejit.compiler.models.families.score_layout import (
-    HINT,
-    LAYOUT,
     Answers,
     PairTemplate,
-    expect,
-    known_keys,
     message_form,
     of_chat,
     read_answers,
@@ -81,6 +83,10 @@ _SCORES = ("sequence-classification", "scores", "logits")
 _ANSWERS = ("text-generation", "causal_logits", "logits")
 """Tasks of a transformer, each with the names of its output, in sentence-transformers and in transformers."""
 _SETTINGS = "config_sentence_transformers.json"
+_TOKEN_HEADS = {"multi_vector": "colbert_linear", "sparse": "sparse_linear"}
+"""The name of the file of each head of tokens, and of its layer, in the order of a program's results."""
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
+"""The special tokens that the sparse head gives no weight."""
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """The models that may be in the name of the transformer's settings, in the order of the reference."""
 
@@ -427,11 +433,6 @@ def _present(directory: Path, *names: str) -> list[Path]:
     return [directory / name for name in names if (directory / name).is_file()]
 
 
-_FILES = {"multi_vector": "colbert_linear", "sparse": "sparse_linear"}
-"""The name of each head's file, and of its layer, in the order in which a program returns them."""
-_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
-
-
 @dataclass(frozen=True)
 class TokenHead:
     """A linear layer on the hidden state of each token."""
@@ -443,7 +444,7 @@ class TokenHead:
     @property
     def name(self) -> str:
         """The name of the layer."""
-        return _FILES[self.kind]
+        return _TOKEN_HEADS[self.kind]
 
 
 def token_heads(
@@ -457,7 +458,7 @@ def token_heads(
         CheckpointError: a file is missing or has other tensors.
     """
     heads = []
-    for kind, name in _FILES.items():
+    for kind, name in _TOKEN_HEADS.items():
         if kind not in asked:
             continue
         file = directory / f"{name}.pt"

@@ -28,8 +28,9 @@ from flax import nnx
 from jax import lax
 
 from prejit.compiler.models.layers.attention import LayerCache, NewTokens
+from prejit.compiler.models.layers.causal_convolution import CausalConvolution
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear, RMSNorm
-from prejit.compiler.models.layers.mamba2 import CausalConvolution, by_chunk, decayed
+from prejit.compiler.models.layers.mamba2 import by_chunk, decayed
 
 CHUNK = 32
 """Number of tokens of a chunk, a power of two."""

@@ -1,4 +1,8 @@
-"""Packing: from executables, weights and files to the blobs of a bundle, its requirements and its index."""
+"""Packing: from executables, weights and files to the blobs of a bundle, its requirements and its index.
+
+`requirement_of` returns what a target needs of a machine, and `readable_until` for how long jax reads
+its portable programs.
+"""
 
 from __future__ import annotations
 

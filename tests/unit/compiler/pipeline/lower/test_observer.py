@@ -276,37 +276,60 @@ def test_what_an_observer_itself_imports_is_not_noted(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("call", "given", "noted"),
     [
-        ("from_xml_path", ("plain.xml",), ["plain.xml"]),
-        ("from_xml_path", ("parts.xml",), ["parts.xml", None]),
-        ("from_xml_path", ("parts.xml", {"arm.stl": b""}), ["parts.xml"]),
-        ("from_xml_path", ("absent.xml",), ["absent.xml"]),
-        ("from_xml_string", ("<mujoco/>",), []),
-        ("from_xml_string", ('<include file="arm.xml"/>',), [None]),
-        ("from_xml_string", ('<include file="arm.xml"/>', {"arm.xml": b""}), []),
+        ("MjModel.from_xml_path", ("plain.xml",), ["plain.xml"]),
+        ("MjModel.from_xml_path", ("parts.xml",), ["parts.xml", None]),
+        ("MjModel.from_xml_path", (b"parts.xml",), [b"parts.xml", None]),
+        ("MjModel.from_xml_path", ("PARTS.XML",), ["PARTS.XML", None]),
+        ("MjModel.from_xml_path", ("parts.urdf",), ["parts.urdf", None]),
+        ("MjModel.from_xml_path", ("parts.xml", {"arm.stl": b""}), ["parts.xml"]),
+        ("MjModel.from_xml_path", ("parts.xml", {"leg.stl": b""}), ["parts.xml", None]),
+        ("MjModel.from_xml_path", ("parts.xml", {"meshes/arm.stl": b""}), ["parts.xml"]),
+        ("MjModel.from_xml_path", ("absent.xml",), ["absent.xml"]),
+        ("MjModel.from_xml_string", ("<mujoco/>",), []),
+        ("MjModel.from_xml_string", ('<include file="arm.xml"/>',), [None]),
+        ("MjModel.from_xml_string", (b"<include file='arm.xml'/>",), [None]),
+        ("MjModel.from_xml_string", ('<include file="in/arm.xml"/>', {"arm.xml": b""}), []),
+        ("MjModel.from_binary_path", ("parts.mjb",), ["parts.mjb"]),
+        ("MjSpec.from_file", ("parts.xml",), ["parts.xml", None]),
+        ("MjSpec.from_file", ("parts.xml", {}, {"arm.stl": b""}), ["parts.xml"]),
+        ("MjSpec.from_string", ('<include file="arm.xml"/>', {}), [None]),
     ],
 )
 def test_models_of_mujoco_are_files_that_may_name_others(call, given, noted, tmp_path, monkeypatch):
     """Its own code, in C++, opens them without an event of Python."""
 
-    class MjModel:
+    class Stand:
         @staticmethod
-        def from_xml_path(*given):
+        def load(*given):
             return given
 
-        from_xml_string = from_xml_path
-
+    kind, method = call.split(".")
+    setattr(Stand, method, staticmethod(Stand.load))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.xml").write_text("<mujoco/>")
-    (tmp_path / "parts.xml").write_text('<mujoco><mesh file = "arm.stl"/></mujoco>')
-    monkeypatch.setitem(sys.modules, "mujoco", SimpleNamespace(MjModel=MjModel))
+    for name in ("parts.xml", "PARTS.XML", "parts.mjb"):
+        (tmp_path / name).write_text('<mujoco><mesh file = "meshes/arm.stl"/></mujoco>')
+    (tmp_path / "parts.urdf").write_text('<robot><mesh filename="package://arm.stl"/></robot>')
+    monkeypatch.setitem(sys.modules, "mujoco", SimpleNamespace(**{kind: Stand}))
     found = []
     readers = NativeReaders(lambda label, path: found.append((label, path)))
     readers.wrap()
-    assert getattr(MjModel, call)(*given) == given
+    assert getattr(Stand, method)(*given) == given
     readers.unwrap()
-    assert found == [(f"mujoco.MjModel.{call}", each) for each in noted]
-    assert getattr(MjModel, call)(*given) == given
+    assert found == [(f"mujoco.{call}", each) for each in noted]
+    assert getattr(Stand, method)(*given) == given
     assert len(found) == len(noted)
+
+
+def test_pictures_that_opencv_reads_are_files(monkeypatch):
+    """Its own code, in C++, opens them without an event of Python."""
+    monkeypatch.setitem(sys.modules, "cv2", SimpleNamespace(imread=lambda path, *_: path))
+    found = []
+    readers = NativeReaders(lambda label, path: found.append((label, path)))
+    readers.wrap()
+    assert sys.modules["cv2"].imread("cat.png", 1) == "cat.png"
+    readers.unwrap()
+    assert found == [("cv2.imread", "cat.png")]
 
 
 def test_files_of_shared_memory_are_noticed_however_they_are_opened(tmp_path):

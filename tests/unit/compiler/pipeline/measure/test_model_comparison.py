@@ -12,7 +12,7 @@ from prejit.compiler.models.parameters import parametrized
 from prejit.compiler.pipeline.measure import model_comparison
 from prejit.runtime.errors import CheckpointError
 
-from ...checkpoint.test_tokenizer_check import begun_with, crafted, word_level
+from ...checkpoint.test_configured_tokenizer_check import begun_with, crafted, word_level
 
 WORDS = {"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}
 

@@ -72,8 +72,8 @@ def test_costs_count_what_the_function_says_and_is_run(build_cache, tmp_path, ca
     [cost] = costs(bundle, find_target(bundle, None))
     assert cost.flops == pytest.approx(2 * SIDE**3 + SIDE**2, rel=0.02)
     assert cost.moved_bytes == 2 * 4 * SIDE**2
-    monkeypatch.setattr(inspected_programs, "_SECONDS", 0.0)
-    monkeypatch.setattr(inspected_programs, "_BYTES", 1 << 20)
+    monkeypatch.setattr(inspected_programs, "_LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(inspected_programs, "_READ_BYTES", 1 << 20)
     found = json.loads(printed(capsys, product, "--roofline", "--json"))
     [row] = found["programs"]
     assert row["seconds"] > 0

@@ -67,12 +67,12 @@ def test_a_tokenizer_that_would_fail_a_server_fails_the_build(content, message):
 
 
 def test_a_tokenizer_that_takes_all_memory_or_time_fails(monkeypatch):
-    monkeypatch.setattr(configured_tokenizer, "_MEMORY_BYTES", 1 << 30)
+    monkeypatch.setattr(configured_tokenizer, "_CHECK_MEMORY_BYTES", 1 << 30)
     grow = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 400}
     content = crafted(normalizer={"type": "Sequence", "normalizers": [grow] * 4})
     with pytest.raises(CheckpointError, match="a crash with signal 6 while encoding an English"):
         check_tokenizer(Path("tokenizer.json"), content, 5)
-    monkeypatch.setattr(configured_tokenizer, "_CPU_SECONDS", 1)
+    monkeypatch.setattr(configured_tokenizer, "_CHECK_CPU_SECONDS", 1)
     # So many ways to match that trying them takes long, but not so many that Onig gives up.
     slow = {"type": "Replace", "pattern": {"Regex": "(a{1,6}){1,8}b"}, "content": ""}
     content = crafted(normalizer={"type": "Sequence", "normalizers": [slow] * 20})
