@@ -24,6 +24,7 @@ from tests.parity.sibling_cases import cases as siblings
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.decoder_matrices import check_mesh
+from prejit.compiler.models.layers import rope
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
@@ -52,6 +53,15 @@ LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fact
 _LONGEST = "1" + "0" * 5000
 _FULL, _PARTIAL, _NORMS = "full_attention", "partial_rotary_factor", "num_ln_in_parallel_attn"
 _HEADS, _SLIDING = "per_layer_config", "sliding_attention"
+
+
+def test_the_longest_context_chooses_longropes_factors():
+    long = config({**LLAMA, "rope_scaling": LONGROPE})
+    for context, factors in ((10, "short"), (11, "long"), (None, "long")):
+        divisors = np.array(LONGROPE[f"{factors}_factor"])
+        expected = rope.frequencies(config(LLAMA), 6).frequencies / divisors
+        found = model_registry.make_decoder(long, context).model.layers[0].heads.rotary
+        assert np.allclose(found.frequencies, expected, rtol=1e-6)
 
 
 def _rotaries(values):
