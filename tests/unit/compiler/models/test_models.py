@@ -165,11 +165,7 @@ _UNUSABLE = [
     ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: expected layers of each"),
     ("gemma4_text", {"num_experts": None}, "num_experts: expected a number for experts, found"),
     ("gemma4_text", {"use_double_wide_mlp": True}, "use_double_wide_mlp: expected false, found"),
-    (
-        "gemma4_text",
-        {"vocab_size_per_layer_input": 28},
-        "layer_input: expected at least vocab_size",
-    ),
+    ("gemma4_text", {"vocab_size_per_layer_input": 28}, "input: expected at least vocab_size"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "bidirectional_attention: expected"),
     ("gemma4_text", {_HEADS: {"0": {"head_dim": 8}}}, "per_layer_config: expected one head_dim of"),
     ("gemma4_text", {_HEADS: {"0": {"skip": []}}}, "per_layer_config.0.skip: expected no such key"),
