@@ -20,9 +20,9 @@ PRELOADED = (
     *("prejit.compiler.lowering.export", "prejit.compiler.models"),
     *("prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )
-"""Modules that the server of a campaign imports. It may name others before its first process."""
+"""Modules that a campaign's server imports. A campaign may name others before its first process."""
 _servers = {}
-"""Fork servers by the modules that they import, and their LD_PRELOAD: one of several uses has its own."""
+"""Fork servers by the modules that they import and their LD_PRELOAD. multiprocessing has only one."""
 UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
 one_reader = threading.Lock()
@@ -33,7 +33,7 @@ whoever comes second gets 255."""
 def start(function, *arguments, daemon=False, preloaded=None):
     """Start a function of a module that can be imported by name in a fork of a server.
 
-    The server has imported `preloaded`, or PRELOADED, when its first process starts.
+    The server imports the modules `preloaded`, or PRELOADED, before its first fork.
     """
     modules = preloaded or PRELOADED
     context = multiprocessing.get_context("forkserver")
