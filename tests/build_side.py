@@ -1,4 +1,4 @@
-"""All that a build imports. The process that warm.py forks imports it."""
+"""Import the build side once, in the server that warm.py's processes are forked from."""
 
 import gc
 import importlib
@@ -13,4 +13,5 @@ for module in pkgutil.walk_packages(prejit.compiler.__path__, "prejit.compiler."
     importlib.import_module(module.name)
 gc.collect()
 gc.freeze()  # no child looks for garbage among what is imported
-assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
+threads = len(os.listdir("/proc/self/task"))
+assert threads == 1, f"{threads} threads: a fork would have one of them"

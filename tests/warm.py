@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from . import quick_compiling
+from .campaigns import processes
 
+PRELOADED = ("tests.warm", "tests.build_side")
 _PATH = sys.path[1:]  # in the process that is forked: that of its start
 
 
@@ -31,20 +32,24 @@ class WarmProcess:
     def communicate(self, timeout=600):
         """Wait for its end, and return all that it wrote. Its group is killed after `timeout` seconds."""
         self._process.join(timeout)
-        if self.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.join()
+        self.kill()
         output, errors = (file.read_text() for file in self._files)
         return output, errors
+
+    def kill(self):
+        """Kill its group, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()  # it may have no group yet
+            self._process.join()
 
 
 class WarmPython:
     """Starts commands from a process that has imported the build side."""
 
     def __init__(self, directory):
-        self._directory, self._started = directory, 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.warm", "tests.build_side"])
+        self._directory, self._started = directory, []
 
     def prejit(self, *arguments, env=None, timeout=600, quick=False):
         """Run `prejit ARGUMENTS` in a process of its own."""
@@ -56,33 +61,40 @@ class WarmPython:
         """Start `prejit ARGUMENTS` in a process and a process group of its own. Arguments as `prejit`."""
         if quick and arguments[0] == "build":  # a second worker costs more than it saves
             arguments += ("--jobs", "1")
-        self._started += 1
-        files = [self._directory / f"{name}{self._started}" for name in ("stdout", "stderr")]
+        number = len(self._started)
+        files = [self._directory / f"{name}{number}" for name in ("stdout", "stderr")]
         given = ([*map(str, arguments)], {**os.environ, **(env or {})}, os.getcwd(), files, quick)
-        process = self._context.Process(target=_run, args=given)
         # The process that is forked finds `tests` here. Threads of OpenBLAS would not be there after a fork.
         with contextlib.chdir(Path(__file__).parents[1]), pytest.MonkeyPatch.context() as patch:
             patch.setenv("OPENBLAS_NUM_THREADS", "1")
-            process.start()
-        return WarmProcess(process, files)
+            process = processes.start(_run, *given, preloaded=PRELOADED)
+        self._started.append(WarmProcess(process, files))
+        return self._started[-1]
+
+    def close(self):
+        """Kill what a test has left: multiprocessing would wait for it at the end of Python."""
+        for process in self._started:
+            process.kill()
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory):
     """Runs commands of the build side: `warm.prejit("build", manifest)`."""
-    return WarmPython(tmp_path_factory.mktemp("warm"))
+    python = WarmPython(tmp_path_factory.mktemp("warm"))
+    yield python
+    python.close()
 
 
 def _run(argv, env, cwd, files, quick):
     from prejit.runtime.__main__ import main
-
-    from . import build_side  # noqa: F401 (an error of it would be lost in the process that is forked)
 
     status = 1
     try:
         os.setsid()
         for place, path in enumerate(files, 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), place)
+        from . import build_side  # noqa: F401 (the server ignores an ImportError of what it imports first)
+
         faulthandler.enable(2)
         os.environ.clear()
         os.environ.update(env)

@@ -20,9 +20,9 @@ PRELOADED = (
     *("prejit.compiler.lowering.export", "prejit.compiler.models"),
     *("prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )
-"""Modules that the server imports. A campaign may name others before its first process."""
-_of_server = None
-"""The modules that the running fork server has imported, and its LD_PRELOAD; None: none runs."""
+"""Modules that a campaign's server imports. A campaign may name others before its first process."""
+_servers = {}
+"""Fork servers by the modules that they import and their LD_PRELOAD. multiprocessing has only one."""
 UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
 one_reader = threading.Lock()
@@ -30,18 +30,19 @@ one_reader = threading.Lock()
 whoever comes second gets 255."""
 
 
-def start(function, *arguments, daemon=False):
-    """Start a function of a module that can be imported by name in a fork of the server."""
-    global _of_server
+def start(function, *arguments, daemon=False, preloaded=None):
+    """Start a function of a module that can be imported by name in a fork of a server.
+
+    The server imports the modules `preloaded`, or PRELOADED, before its first fork.
+    """
+    modules = preloaded or PRELOADED
     context = multiprocessing.get_context("forkserver")
-    wanted = (PRELOADED, os.environ.get("LD_PRELOAD"))
-    with one_reader:
-        if _of_server not in (None, wanted):  # that of another campaign
-            forkserver._forkserver._stop()
-        _of_server = wanted
-    context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=function, args=arguments, daemon=daemon)
     with one_reader:
+        wanted = (modules, os.environ.get("LD_PRELOAD"))
+        server = _servers.setdefault(wanted, forkserver.ForkServer())
+        server.set_forkserver_preload(list(modules))
+        forkserver.connect_to_new_process = server.connect_to_new_process  # what `start` calls
         process.start()
     return process
 

@@ -44,6 +44,37 @@ AT_ONCE = setting("BROKEN_AT_ONCE", 6)
 GOLDEN = ROOT / "tests" / "format" / "v1" / "call"
 
 
+@pytest.mark.thorough
+def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch):
+    monkeypatch.setattr(processes, "PRELOADED", transfer_processes.PRELOADED)
+    began = time.monotonic()
+    with scratch_directory() as scratch, ExitStack() as stack:
+        scratch.chmod(0o755)
+        versions = tuple(make_version(GOLDEN, scratch / f"v{seed}", seed) for seed in (1, 2))
+        mounts = can_mount(scratch / "disk")
+        places = SimpleQueue()
+        for number in range(AT_ONCE):
+            places.put(stack.enter_context(place(number, scratch, mounts)))
+
+        def run(case):
+            at = places.get()
+            try:
+                return *case, run_case(Case(*case, versions, at))
+            finally:
+                places.put(at)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            results = list(pool.map(run, cases()))
+    keep(results, time.monotonic() - began, mounts)
+    check(
+        [
+            f"case {number}, {way}, {fault}: {'; '.join(each.bad)}"
+            for number, way, fault, each in results
+            if each.bad
+        ]
+    )
+
+
 def can_mount(directory):
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "tmpfs", str(directory)]
@@ -247,8 +278,8 @@ def collected(case):
     return [f"{name} is left" for name in _files(store.path) - known if not is_tag(name)]
 
 
-def missing_bytes(case, processes):
-    """Return the bytes of blobs that are missing, and how many processes may move at most."""
+def missing_bytes(case, at_once):
+    """Return the bytes of blobs that are missing, and how many `at_once` processes may move at most."""
     version, missing, more = case.wanted, 0, 0
     if case.way == TAR:
         return (whole := sum(map(len, version.blobs.values()))), 2 * whole
@@ -257,7 +288,7 @@ def missing_bytes(case, processes):
             continue
         # Where the store has an older version, each process reads the config first: it lists the chunks.
         if case.way in INTO_STORE and b'"weight_sets"' in content:
-            more += processes * len(content)
+            more += at_once * len(content)
         if case.way in INTO_REGISTRY:
             missing += 0 if (case.name, digest) in case.place.registry.blobs else len(content)
             continue
@@ -291,37 +322,6 @@ def moved_bytes(case):
 
 def _is_document(content):
     return b'"schemaVersion"' in content[:4096]
-
-
-@pytest.mark.thorough
-def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch):
-    monkeypatch.setattr(processes, "PRELOADED", transfer_processes.PRELOADED)
-    began = time.monotonic()
-    with scratch_directory() as scratch, ExitStack() as stack:
-        scratch.chmod(0o755)
-        versions = tuple(make_version(GOLDEN, scratch / f"v{seed}", seed) for seed in (1, 2))
-        mounts = can_mount(scratch / "disk")
-        places = SimpleQueue()
-        for number in range(AT_ONCE):
-            places.put(stack.enter_context(place(number, scratch, mounts)))
-
-        def run(case):
-            at = places.get()
-            try:
-                return *case, run_case(Case(*case, versions, at))
-            finally:
-                places.put(at)
-
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            results = list(pool.map(run, cases()))
-    keep(results, time.monotonic() - began, mounts)
-    check(
-        [
-            f"case {number}, {way}, {fault}: {'; '.join(each.bad)}"
-            for number, way, fault, each in results
-            if each.bad
-        ]
-    )
 
 
 def keep(results, seconds, mounts):

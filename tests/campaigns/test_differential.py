@@ -30,7 +30,7 @@ AT_ONCE = 2
 BATCH_CHECKS = min(5000, CHECKS // AT_ONCE + 250)
 BATCH_FUNCTIONS = min(25, BATCH_CHECKS // 200)
 pytestmark = pytest.mark.timeout(900 + CHECKS)
-SETTINGS = (
+JAX_SETTINGS = (
     lambda: jax.enable_x64(True),
     lambda: jax.default_matmul_precision("highest"),
     lambda: jax.numpy_rank_promotion("raise"),
@@ -131,7 +131,7 @@ def run_batch(seed, functions, checks, directory):
         for each in made:
             function = getattr(module, each.name)
             ways = _ways(function, each, bundle)
-            _check(each, jax.jit(function), ways, chance, checks // functions, outcomes)
+            _check_ways(each, jax.jit(function), ways, chance, checks // functions, outcomes)
         jax.clear_caches()
     return outcomes
 
@@ -177,11 +177,11 @@ def _ways(function, made, bundle):
     return ways
 
 
-def _check(made, reference, ways, chance, checks, outcomes):
+def _check_ways(made, reference, ways, chance, checks, outcomes):
     kinds = [
         (*variant, chance.randrange(1 << 30)) for variant in random_functions.variants(made, chance)
     ]
-    setting = chance.choice(SETTINGS)
+    other_setting = chance.choice(JAX_SETTINGS)
     kinds.append((SET, made.example, 0))
     draws = max(1, round(checks / len(kinds) / len(ways)))
     chance.shuffle(kinds)  # what a call leaves behind must not change another
@@ -192,7 +192,7 @@ def _check(made, reference, ways, chance, checks, outcomes):
                 arguments = (arguments[0],) * len(arguments)
             elif variant == RETREED:
                 arguments = random_functions.retreed(usual, random.Random(seed))
-            with setting() if variant == SET else contextlib.nullcontext():
+            with other_setting() if variant == SET else contextlib.nullcontext():
                 for way, outcome, text in _compared(reference, ways, variant, arguments, usual):
                     outcomes.add(variant, way, outcome, made, arguments, text)
 

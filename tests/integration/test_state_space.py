@@ -1,9 +1,13 @@
 """Sessions and prefixes keep only whole states of a decoder whose state cannot go back.
 
-The model is that of an example. test_invariance.py has it in every way to generate, and test_examples.py
-beside a plain loop over its code.
+The model is that of an example. test_invariance.py has it in every way to generate.
 """
 
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.manifests import write_manifest
@@ -58,6 +62,24 @@ def goes_on(bundle, by, prompt, count, reused=None, **options):
     assert list(found.token_ids) == written(bundle, prompt, count)
     assert reused is None or found.stats.reused_tokens == reused
     return list(found.token_ids)
+
+
+def test_a_text_is_that_of_a_plain_loop(bundle, run, once, monkeypatch):
+    """One row, one token a call, one cache from the first token to the last."""
+    file = state_space_bundle(run, once).parent / "model.py"
+    spec = importlib.util.spec_from_file_location("state_space", file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "state_space", module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    step, cache = jax.jit(module.model.__call__), module.model.make_cache(1, CONTEXT, "float32")
+    text, one = TEXTS[0][:9], jnp.ones(1, jnp.int32)
+    for place in range(9 + 24 - 1):
+        token = jnp.array([[text[place]]], jnp.int32)
+        logits, cache = step(token, jnp.array([place], jnp.int32), one, cache)
+        if place >= 8:
+            text.append(int(logits[0].argmax()))
+    assert len(set(text[9:])) > 4, "a text that says something"
+    assert written(bundle, text[:9], 24) == text[9:]
 
 
 @pytest.fixture(params=[1, 4])

@@ -58,6 +58,38 @@ ADD = tool("add", {**CAR, "properties": {"a": {"enum": [1, 2]}}, "required": ["a
 NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 NOW = tool("now", NONE)
 WRONG = tool("wrong", {**NONE, "properties": {"a": {"not": {}}}}, strict=True)
+STRING = {"type": "string", "maxLength": 6}
+INTEGER = {"type": "integer", "minimum": -9, "maximum": 99}
+
+
+def closed_object(required=None, **properties):
+    """A schema of an object with these members only, all of them required if nothing else is said."""
+    names = list(properties if required is None else required)
+    return {"type": "object", "properties": properties, "required": names,
+            "additionalProperties": False}  # fmt: skip
+
+
+SCHEMAS = {
+    "number": {"type": "number", "exclusiveMinimum": 0, "maximum": 2.5},
+    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
+    "pattern": {"type": "string", "pattern": "^[A-C]{2}-[0-9]{1,4}$"},
+    "date": {"type": "string", "format": "date"},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "uuid": {"type": "string", "format": "uuid"},
+    "const": {"const": {"k": ["é", 1.5, False]}},
+    "tuple": {"type": "array", "prefixItems": [STRING, INTEGER], "items": False, "minItems": 2},
+    "union": {"anyOf": [closed_object(kind={"const": "a"}, x=INTEGER),
+                        closed_object(kind={"const": "b"}, y=STRING), {"type": "null"}]},
+    "map": {"type": "object", "additionalProperties": INTEGER, "maxProperties": 2,
+            "patternProperties": {"^[a-z]{1,3}$": INTEGER}},
+    "tree": {"$ref": "#/$defs/tree", "$defs": {"tree": closed_object(("v",), v=INTEGER,
+             left={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}),
+             "leaf": closed_object(v=INTEGER)}},
+    "all": {"allOf": [{"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
+                      {"properties": {"b": STRING}, "required": ["b"]}], "additionalProperties": False,
+            "properties": {"a": True, "b": True}},
+    "types": {"type": ["integer", "boolean"], "minimum": 0, "maximum": 5},
+}  # fmt: skip
 DIVISOR = {"type": "integer", "multipleOf": 99_999_999}
 """Takes the grammar library minutes."""
 
@@ -236,41 +268,6 @@ def test_only_allowed_tools_are_called(client, server):
     assert [item.name for item in found.output if item.type == "function_call"] == ["now"]
 
 
-# What satisfies a schema, whatever the model writes
-
-STRING = {"type": "string", "maxLength": 6}
-INTEGER = {"type": "integer", "minimum": -9, "maximum": 99}
-
-
-def strict(required=None, **properties):
-    """A schema of an object with these members only, all of them required if nothing else is said."""
-    names = list(properties if required is None else required)
-    return {"type": "object", "properties": properties, "required": names,
-            "additionalProperties": False}  # fmt: skip
-
-
-SCHEMAS = {
-    "number": {"type": "number", "exclusiveMinimum": 0, "maximum": 2.5},
-    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
-    "pattern": {"type": "string", "pattern": "^[A-C]{2}-[0-9]{1,4}$"},
-    "date": {"type": "string", "format": "date"},
-    "ipv4": {"type": "string", "format": "ipv4"},
-    "uuid": {"type": "string", "format": "uuid"},
-    "const": {"const": {"k": ["é", 1.5, False]}},
-    "tuple": {"type": "array", "prefixItems": [STRING, INTEGER], "items": False, "minItems": 2},
-    "union": {"anyOf": [strict(kind={"const": "a"}, x=INTEGER), strict(kind={"const": "b"}, y=STRING),
-                        {"type": "null"}]},
-    "map": {"type": "object", "additionalProperties": INTEGER, "maxProperties": 2,
-            "patternProperties": {"^[a-z]{1,3}$": INTEGER}},
-    "tree": {"$ref": "#/$defs/tree", "$defs": {"tree": strict(("v",), v=INTEGER,
-             left={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}), "leaf": strict(v=INTEGER)}},
-    "all": {"allOf": [{"type": "object", "properties": {"a": INTEGER}, "required": ["a"]},
-                      {"properties": {"b": STRING}, "required": ["b"]}], "additionalProperties": False,
-            "properties": {"a": True, "b": True}},
-    "types": {"type": ["integer", "boolean"], "minimum": 0, "maximum": 5},
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def grammars(lettered_bundle):
     return Grammars(lettered_bundle)
@@ -302,7 +299,7 @@ def _schema(draw, depth):
         case "object":
             names = draw.sample(["a", "ab", "é", "x y", '"q"', "12"], draw.randint(0, 3))
             members = {name: _schema(draw, depth - 1) for name in names}
-            return strict(tuple(name for name in names if draw.random() < 0.6), **members)
+            return closed_object(tuple(name for name in names if draw.random() < 0.6), **members)
         case "array":
             least = draw.randint(0, 2)
             return {"type": "array", "items": _schema(draw, depth - 1), "minItems": least,

@@ -20,6 +20,7 @@ from prejit.runtime import FallbackWarning, jit, load
 from prejit.runtime.errors import BuildError, ManifestError, StoreError, UsageError
 
 X = np.arange(4, dtype=np.float32)
+DOTTED = {"a.b": np.ones(1, np.float32), "a": {"b": np.ones(1, np.float32)}}
 
 
 def score(params, x):
@@ -62,6 +63,57 @@ class Scaled:
         return x * self.factor
 
 
+Renamed = namedtuple("Renamed", ["class", "kept", "def"], rename=True)
+
+
+def scaled(by, x):
+    return x if by["factor"] is None else x * by["factor"]
+
+
+def renamed(pair):
+    return Renamed(pair[0] + 1, {"a": pair.kept}, pair[2])
+
+
+def told_apart(x, k):
+    factors = {int: 5, bool: 10, str: 7}
+    return x * (factors[type(k)] + len(str(k)))
+
+
+NONES = {"none": {"factor": None}, "array": {"factor": np.float32(3)}}
+STATIC = {
+    **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
+    **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
+}
+BY_SIZES = {  # functions, sizes whose number an integer holds, and others
+    "power": (lambda x: x.sum() * x.shape[0] ** 4, (215, 1), (216, 1)),
+    "product": (lambda x: x.sum() * (x.size * 65536), (4, 4095), (4, 8192)),
+    "sum": (lambda x: x.sum() * (x.shape[0] ** 2 + x.shape[1] * 10**6), (3, 1000), (3, 2200)),
+    "mean": (lambda x: x.mean() * (x.shape[0] // 2), (300, 3), (0, 0)),
+}
+
+
+@pytest.fixture(scope="module")
+def path(build_programs):
+    """A bundle of all functions that a test calls: one build for all tests."""
+    opened = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
+    sized = {"args": ["float32[{n}, {m}]"], **opened}
+    programs = [
+        program(double, X),
+        *(Program(name, fn=scaled, args=[each, X]) for name, each in NONES.items()),
+        Program("whole", fn=lambda a, x: x, args=[None, X]),
+        program(renamed, Renamed(X, X + 1, X + 2)),
+        *(Program(n, fn=told_apart, args=[X], static={"k": each}) for n, each in STATIC.items()),
+        *(Program(name, fn=each[0], **sized) for name, each in BY_SIZES.items()),
+        Program("drawn", fn=jax.random.bits, args=["key[]"]),
+    ]
+    return build_programs(programs)
+
+
+@pytest.fixture(scope="module")
+def bundle(path):
+    return load(path, on_mismatch="error")
+
+
 def test_functions_get_the_pytrees_that_were_given(options):
     def add(params, x):
         assert isinstance(params, Pair)
@@ -96,9 +148,6 @@ def test_python_and_toml_give_the_same_bundle(tmp_path, options):
     ours = build(Manifest("score", programs=[scoring()], targets=["cpu-host"]), **options)
     theirs = build(manifest, **{**options, "output": tmp_path / "toml"})
     assert (ours.digest, theirs.compiled) == (theirs.digest, 0)
-
-
-DOTTED = {"a.b": np.ones(1, np.float32), "a": {"b": np.ones(1, np.float32)}}
 
 
 def test_a_mistake_in_python_is_told_as_in_a_file(options):
@@ -217,57 +266,6 @@ def test_what_no_bundle_can_hold_is_an_error(options):
         assert "Program(" in str(refused.value.hint)
     with pytest.raises(ManifestError, match="all arrays by position or all by name"):
         program(placed, "float32[]", b="float32[]")
-
-
-Renamed = namedtuple("Renamed", ["class", "kept", "def"], rename=True)
-
-
-def scaled(by, x):
-    return x if by["factor"] is None else x * by["factor"]
-
-
-def renamed(pair):
-    return Renamed(pair[0] + 1, {"a": pair.kept}, pair[2])
-
-
-def told_apart(x, k):
-    factors = {int: 5, bool: 10, str: 7}
-    return x * (factors[type(k)] + len(str(k)))
-
-
-NONES = {"none": {"factor": None}, "array": {"factor": np.float32(3)}}
-STATIC = {
-    **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
-    **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
-}
-BY_SIZES = {  # functions, sizes whose number an integer holds, and others
-    "power": (lambda x: x.sum() * x.shape[0] ** 4, (215, 1), (216, 1)),
-    "product": (lambda x: x.sum() * (x.size * 65536), (4, 4095), (4, 8192)),
-    "sum": (lambda x: x.sum() * (x.shape[0] ** 2 + x.shape[1] * 10**6), (3, 1000), (3, 2200)),
-    "mean": (lambda x: x.mean() * (x.shape[0] // 2), (300, 3), (0, 0)),
-}
-
-
-@pytest.fixture(scope="module")
-def path(build_programs):
-    """A bundle of all functions that a test calls: one build for all tests."""
-    opened = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
-    sized = {"args": ["float32[{n}, {m}]"], **opened}
-    programs = [
-        program(double, X),
-        *(Program(name, fn=scaled, args=[each, X]) for name, each in NONES.items()),
-        Program("whole", fn=lambda a, x: x, args=[None, X]),
-        program(renamed, Renamed(X, X + 1, X + 2)),
-        *(Program(n, fn=told_apart, args=[X], static={"k": each}) for n, each in STATIC.items()),
-        *(Program(name, fn=each[0], **sized) for name, each in BY_SIZES.items()),
-        Program("drawn", fn=jax.random.bits, args=["key[]"]),
-    ]
-    return build_programs(programs)
-
-
-@pytest.fixture(scope="module")
-def bundle(path):
-    return load(path, on_mismatch="error")
 
 
 def test_trees_and_static_values_that_look_alike_are_told_apart(bundle, path):

@@ -229,11 +229,13 @@ class RayConnection:
         self._running.clear()
         self._doubts.clear()
         try:
-            for each in left:
-                self._ray.cancel(each, force=True)
-            if left:
-                self._ray.wait(left, num_returns=len(left), timeout=_END_SECONDS)
-            self._ray.kill(self._board)
+            try:
+                for each in left:
+                    self._ray.cancel(each, force=True)
+                if left:
+                    self._ray.wait(left, num_returns=len(left), timeout=_END_SECONDS)
+            finally:
+                self._ray.kill(self._board)
         finally:
             if self._connects:
                 self._ray.shutdown()

@@ -9,7 +9,10 @@ from prejit.runtime import errors
 def test_an_error_of_the_user_reads_as_if_the_build_had_raised_it():
     for error in (
         errors.BuildError("m.toml: no", hint="do that"),
+        errors.ManifestError("m.toml: no", hint="do that"),
         errors.CheckpointError("m.toml: no"),
+        errors.StoreError("/a/file: cannot read it"),
+        errors.UsageError("no"),
         errors.RejectError("/a/file", "damaged: byte 3"),
     ):
         found = error_of(json.loads(json.dumps(plain_error(error))))

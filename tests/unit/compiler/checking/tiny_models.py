@@ -161,7 +161,7 @@ for _check, _of, _changes, _says in (
         {"visible": lambda self, positions, cache: jnp.ones((*positions.shape, 1), bool)},
         "expected a text at start 0 to ignore what another text left in the cache",
     ),
-    ("rewind", TinyWriter, {"summed": Layer.summed}, "as if rejected drafts had never been in"),
+    ("rewind", TinyWriter, {"summed": Layer.summed}, "drafts had never been in the cache"),
     ("encode", TinyWriter, {"with_source": Layer.with_source}, "other logits for other sources"),
 ):
     breaks(_check, _says)(type("Broken", (_of,), _changes))

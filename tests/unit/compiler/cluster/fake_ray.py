@@ -1,4 +1,4 @@
-"""Stands for the module `ray`, and for nodes that live and answer as a test says."""
+"""A module `ray` for tests, with nodes that live and answer as a test says."""
 
 import sys
 import time
@@ -27,7 +27,10 @@ class Remote:
 
 
 class Cluster:
-    """The module. `behave` gives the answer to an order, a result or an error; None: not yet."""
+    """Stand-in for the module `ray`.
+
+    `behave(order)` returns the result, an error to raise, or None while the node computes.
+    """
 
     def __init__(self, behave=lambda order: None, address="127.0.0.1"):
         self.behave, self.address = behave, address

@@ -105,6 +105,7 @@ def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site):
             with pytest.raises(error):
                 future.result(60)
         assert cluster.running == [], "all were cancelled"
+        assert cluster.is_closed, "its actor has ended, too where nobody answers"
 
 
 def test_other_machines_exchange_all_through_a_shared_store(site, tmp_path):

@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
-from tests.parity.image_cases import image_cases
+from safetensors.numpy import load_file, save_file
+from tests.parity.image_cases import REFERENCE, image_cases
 
+from prejit.compiler.checkpoint.checkpoint import open_encoder
 from prejit.compiler.models.families.image_processing import read_processing
 from prejit.compiler.models.image_config import describe_images, describe_texts, load_images
 from prejit.runtime.errors import CheckpointError
@@ -158,3 +161,16 @@ def test_activations_of_labels_are_those_of_transformers_pipeline(tmp_path):
     ):
         write("vit-1", tmp_path, changes)
         assert describe_images(load_images(tmp_path)).scores == scores
+
+
+def test_every_tensor_is_used_or_named(tmp_path):
+    with np.load(REFERENCE) as recorded:
+        shapes = json.loads(str(recorded["vit-0 tensors"]))
+    CASES["vit-0"].write(tmp_path, shapes)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["decoder.weight"] = tensors.pop("layernorm.bias")
+    save_file(tensors, file, metadata={"format": "pt"})
+    wrong = r"missing vit\.layernorm\.bias; unexpected decoder\.weight"
+    with pytest.raises(CheckpointError, match=wrong):
+        open_encoder(tmp_path, images=True).names  # noqa: B018

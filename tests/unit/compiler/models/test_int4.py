@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.extent import examples, one_in
+from tests.extent import examples, one_in, sampled
 
 from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.models import int4_rounding, quantizing
@@ -40,6 +40,23 @@ def wide_of(integers, scales, zeros=0):
 
 
 kinds = st.builds(Groups, st.sampled_from([32, 64, 128]), st.booleans())
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("outputs", sampled([1, 48, 50], lambda outputs: outputs == 50))
+def test_words_lose_a_value_or_xla_unpacks_another(outputs, size, zeros):
+    rng, inputs, count = np.random.default_rng(outputs), 384, 384 // size
+    integers = rng.integers(-8, 8, (outputs, inputs)).astype(np.int8)
+    scales = rng.standard_normal((outputs, count)).astype(np.float16)
+    zero = [rng.integers(-8, 8, (outputs, count)).astype(np.float16)] if zeros else []
+    words, tiled = int4_words.packed(integers), int4_words.packed_scales(scales, *zero)
+    expected = wide_of(integers, scales, *zero)
+    np.testing.assert_array_equal(int4_words.unpacked(words, tiled, outputs), expected)
+    found = np.asarray(jax.jit(int4_words.widened)(words, tiled))
+    found = found.swapaxes(1, 2).reshape(-1, inputs)
+    np.testing.assert_array_equal(found[:outputs], expected)
+    assert not found[outputs:].any()
 
 
 @quick()

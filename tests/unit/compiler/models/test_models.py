@@ -24,6 +24,7 @@ from tests.parity.sibling_cases import cases as siblings
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.decoder_matrices import check_mesh
+from prejit.compiler.models.layers import rope
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
@@ -52,6 +53,15 @@ LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fact
 _LONGEST = "1" + "0" * 5000
 _FULL, _PARTIAL, _NORMS = "full_attention", "partial_rotary_factor", "num_ln_in_parallel_attn"
 _HEADS, _SLIDING = "per_layer_config", "sliding_attention"
+
+
+def test_the_longest_context_chooses_longropes_factors():
+    long = config({**LLAMA, "rope_scaling": LONGROPE})
+    for context, factors in ((10, "short"), (11, "long"), (None, "long")):
+        divisors = np.array(LONGROPE[f"{factors}_factor"])
+        expected = rope.frequencies(config(LLAMA), 6).frequencies / divisors
+        found = model_registry.make_decoder(long, context).model.layers[0].heads.rotary
+        assert np.allclose(found.frequencies, expected, rtol=1e-6)
 
 
 def _rotaries(values):
@@ -155,7 +165,7 @@ _UNUSABLE = [
     ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: expected layers of each"),
     ("gemma4_text", {"num_experts": None}, "num_experts: expected a number for experts, found"),
     ("gemma4_text", {"use_double_wide_mlp": True}, "use_double_wide_mlp: expected false, found"),
-    ("gemma4_text", {"vocab_size_per_layer_input": 28}, "_per_layer_input: expected at least vo"),
+    ("gemma4_text", {"vocab_size_per_layer_input": 28}, "input: expected at least vocab_size"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "bidirectional_attention: expected"),
     ("gemma4_text", {_HEADS: {"0": {"head_dim": 8}}}, "per_layer_config: expected one head_dim of"),
     ("gemma4_text", {_HEADS: {"0": {"skip": []}}}, "per_layer_config.0.skip: expected no such key"),
@@ -208,7 +218,7 @@ _UNUSABLE = [
     ("gptj", {"rotary_dim": None}, "rotary_dim: expected a value or no such key, found null"),
     ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta: expected 4 items"),
     ("llama4_text", {"layer_types": [_SLIDING] * 4}, 'layer_types: expected "full_attention"'),
-    ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size: expected an integer from"),
+    ("llama4_text", {"attention_chunk_size": 0}, "chunk_size: expected an integer from 1"),
     ("llama4_text", {"sliding_window": 4}, "sliding_window: expected null, found 4"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: expected true, found false"),
     ("opt", {"word_embed_proj_dim": 5}, "word_embed_proj_dim: expected"),

@@ -1,5 +1,7 @@
 """Products with x rounded to int8, against plain NumPy, with and without instructions that multiply bytes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,11 @@ from tests.extent import examples
 from prejit.compiler.models.layers import linear
 from prejit.compiler.native.kernel_library import SOURCES
 
-from . import kernel_builds, test_kernel_linear
+from . import kernel_builds
 from .kernel_builds import LEVELS
-from .test_kernel_linear import CHOICE, GELU_ERF, SILU, Case, activated
+from .test_kernel_linear import CHOICE, GELU_ERF, SILU, Case, activated, run
+
+product = partial(run, kernel="linear_integers")
 
 
 @pytest.fixture(
@@ -35,10 +39,6 @@ def kernels(request, build_cache):
     return library
 
 
-def run(library, *case, **more):
-    return test_kernel_linear.run(Case(*case, **more), library, "linear_integers")
-
-
 def drawn(seed, rows, inputs, outputs):
     rng = np.random.default_rng(seed)
     x = rng.uniform(-1, 1, (rows, inputs)).astype(np.float32)
@@ -58,7 +58,7 @@ def test_any_size_is_exactly_numpys_integers(kernels, data):
     whole = np.rint(x * (np.float32(253) / span)).astype(np.int64)
     sums = whole @ weight.astype(np.int64).T
     expected = sums.astype(np.float32) * (span / np.float32(253)) * scale
-    np.testing.assert_array_equal(run(kernels, x, [weight], [scale]), expected)
+    np.testing.assert_array_equal(product(Case(x, [weight], [scale]), kernels), expected)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_what_follows_a_product_and_rows_with_a_peak(kernels, shape, activation)
     rounded = np.asarray(linear.rounded(x), np.float64)
     values = [rounded @ each.astype(np.float64).T * scale + bias for each in (weight, up)]
     flags = {"biases": (bias, bias), "activation": activation}
-    plain = run(kernels, x, [weight], [scale], residual=residual, **flags)
+    plain = product(Case(x, [weight], [scale], residual=residual, **flags), kernels)
     expected = activated(activation, values[0])
     np.testing.assert_allclose(plain, expected + residual, rtol=1e-5, atol=1e-4)
-    gated = run(kernels, x, [weight, up], [scale, scale], **flags)
+    gated = product(Case(x, [weight, up], [scale, scale], **flags), kernels)
     np.testing.assert_allclose(gated, expected * values[1], rtol=1e-5, atol=1e-3)
     for part in (slice(1), slice(1, 3), slice(-5, None)):
-        alone = run(kernels, x[part], [weight, up], [scale, scale], **flags)
+        alone = product(Case(x[part], [weight, up], [scale, scale], **flags), kernels)
         np.testing.assert_array_equal(alone, gated[part])
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
     error = np.linalg.norm(rounded @ weight.astype(np.float64).T - exact, axis=1)
@@ -93,23 +93,23 @@ def test_what_follows_a_product_and_rows_with_a_peak(kernels, shape, activation)
 @pytest.mark.parametrize("rows", [1, 50])
 def test_neither_nan_nor_infinity_is_hidden_and_small_rows_are_finite(kernels, rows):
     x, weight, scale = drawn(3, rows, 70, 80)
-    right = run(kernels, x, [weight], [scale])
+    right = product(Case(x, [weight], [scale]), kernels)
     for wrong in (np.nan, np.inf, -np.inf, np.array(0xFFFFFFFF, np.uint32).view(np.float32)):
         changed = x.copy()
         changed[rows // 2, 9] = wrong
-        found = run(kernels, changed, [weight], [scale])
+        found = product(Case(changed, [weight], [scale]), kernels)
         assert not np.isfinite(found[rows // 2]).any()
         others = [np.delete(each, rows // 2, axis=0) for each in (found, right)]
         np.testing.assert_array_equal(*others)
     for small in (0, 1e-40, 1e-37):
-        found = run(kernels, x * np.float32(small), [weight], [scale])
+        found = product(Case(x * np.float32(small), [weight], [scale]), kernels)
         np.testing.assert_allclose(found, right * small, atol=1e-34, rtol=0)
-    large = run(kernels, x * np.float32(1e34), [weight], [scale])
+    large = product(Case(x * np.float32(1e34), [weight], [scale]), kernels)
     np.testing.assert_allclose(large, right * np.float64(1e34), rtol=1e-5, atol=1e29)
     one = np.eye(len(weight), x.shape[1], dtype=np.int8)
     x[:, :2] = 1, -1
     x *= np.float32(3e38)  # the range of a row is beyond float32
-    found = run(kernels, x, [one], [scale])[:, : x.shape[1]] / scale[: x.shape[1]]
+    found = product(Case(x, [one], [scale]), kernels)[:, : x.shape[1]] / scale[: x.shape[1]]
     np.testing.assert_allclose(found, x, rtol=0, atol=3e38 / 252)
     np.testing.assert_allclose(linear.rounded(x), found, rtol=1e-6, atol=0)
 
@@ -118,5 +118,5 @@ def test_sums_beyond_32_bits_are_right(kernels):
     """65,536 products always fit; x of more is rounded otherwise, and these numbers are exact."""
     for inputs in (1 << 16, 70000):
         weight, scale = np.full((3, inputs), -128, np.int8), np.ones(3, np.float32)
-        found = run(kernels, np.ones((2, inputs), np.float32), [weight], [scale])
+        found = product(Case(np.ones((2, inputs), np.float32), [weight], [scale]), kernels)
         np.testing.assert_allclose(found, -128 * inputs, rtol=1e-6)

@@ -107,6 +107,19 @@ def test_a_result_is_written_after_its_contents(tmp_path, place):
     assert again.store.traffic[0].sent == 0
 
 
+def test_damaged_contents_are_named_and_not_kept(tmp_path, place):
+    digest = Machine(tmp_path / "a", Tier(place)).make()
+    damages = (CONTENT[:-1], "found sha256"), (CONTENT + b"x", "found more")
+    for damage, said in (*damages, (b"y" + CONTENT[1:], "found sha256")):
+        place.files[f"cas/{digest.removeprefix('sha256:')}"] = damage
+        second = Machine(tmp_path / said / str(len(damage)), Tier(place))
+        assert second.store.get(KEY) is None
+        assert second.local.blob_path(digest) is None
+        assert "compile demo/decode is not used" in second.notes[0]
+        assert digest in second.notes[0]
+        assert said in second.notes[0]
+
+
 def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path, place):
     place.fails = "memory://: no route to host"
     machine = Machine(tmp_path / "a", Tier(place))

@@ -53,7 +53,7 @@ WRONG = {
     "key missing": (f'{STORE_TABLE}keys = ["no.pem"]', StoreError, "no.pem: cannot read"),
     "private": (f'{STORE_TABLE}keys = ["key.pem"]', PolicyError, "found a private one"),
     "nobody writes": (f'{STORE_TABLE}sign = "key.pem"', UsageError, "sign: expected write = true"),
-    "no repository": ('[[store]]\nurl = "oci://host"', UsageError, "store 1: url: .*a host and a"),
+    "no repository": ('[[store]]\nurl = "oci://host"', UsageError, "1: url: .*a host and a path"),
     "query": ('[[store]]\nurl = "https://x?a=b"', UsageError, "store 1: url: https://x: .*a query"),
 }
 
