@@ -78,6 +78,11 @@ def ids_of(text):
     return [CLS, *(4 + LETTERS.index(word) for word in text.split()), SEP]
 
 
+def assert_same(found, expected):
+    """The first calls take buckets that are loaded, and buckets differ in the last bits of sums."""
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 COMMAND = "encode sentences with `prejit encode` or `Bundle.encode`"
 PROMPTS = "prompt_name: expected 'document', 'query'; found 'qery'"
 PROGRAM = "encode/b1-t16/embed"
@@ -94,14 +99,14 @@ WRONG_USES = (
 
 def test_prompts_dimensions_texts_and_token_ids_are_taken_or_refused(bundle, module):
     expected = bundle.encode("q a b")
-    np.testing.assert_array_equal(bundle.encode("a b", prompt_name="query"), expected)
-    np.testing.assert_array_equal(bundle.encode("a b"), bundle.encode("a b", prompt_name=""))
+    assert_same(bundle.encode("a b", prompt_name="query"), expected)
+    assert_same(bundle.encode("a b"), bundle.encode("a b", prompt_name=""))
     short = bundle.encode("q a b", dimensions=5)
-    np.testing.assert_allclose(short, expected[:, :5] / np.linalg.norm(expected[:, :5]), rtol=1e-6)
+    assert_same(short, expected[:, :5] / np.linalg.norm(expected[:, :5]))
     assert bundle.encode([]).shape == (0, 12)
     found = bundle.encode(["", [CLS, 7, SEP]])
     assert np.abs(found - np.stack([module([CLS, SEP]), module([CLS, 7, SEP])])).max() <= 1e-5
-    np.testing.assert_array_equal(bundle.encode("a sentence"), bundle.encode(["a sentence"]))
+    assert_same(bundle.encode("a sentence"), bundle.encode(["a sentence"]))
     for use, message, hint in WRONG_USES:
         with pytest.raises(UsageError, match=message) as caught:
             use(bundle)
