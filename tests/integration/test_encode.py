@@ -233,7 +233,7 @@ def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle):
     engine = Engine(bundle)
     calls = [["a b", "c " * 40], [], "d", ["e f g " * 30] * 70, [[CLS, 7, SEP]]]
     lone = engine.encode(calls[0])
-    np.testing.assert_array_equal(lone.embeddings, bundle.encode(calls[0]))
+    assert_same(lone.embeddings, bundle.encode(calls[0]))
     with engine._encoding._lane.alone(0):  # the encoder is busy, so they collect
         futures = [engine.submit_encode(call) for call in calls]
         with pytest.raises(UsageError, match="0 to 39"):
@@ -262,7 +262,7 @@ def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle):
     engine.close()
     with pytest.raises(ClosedError):
         engine.encode("a")
-    np.testing.assert_array_equal(bundle.encode(calls[0]), lone.embeddings)
+    assert_same(bundle.encode(calls[0]), lone.embeddings)
 
 
 def test_a_fresh_process_compiles_nothing_and_may_end_while_loading(run, python, built, bundle):
