@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -131,12 +132,12 @@ def test_a_unix_socket_is_asked_and_an_answer_has_a_time_limit(tmp_path):
     path, heads = tmp_path / "admin", []
 
     async def answer(reader, writer):
-        while head := await reader.readline():
-            await reader.readuntil(b"\r\n\r\n")
-            heads.append(head)
-            if head.startswith(b"POST /quick"):
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-        writer.close()
+        with closing(writer):  # also if the loop ends before this notices that the client has gone
+            while head := await reader.readline():
+                await reader.readuntil(b"\r\n\r\n")
+                heads.append(head)
+                if head.startswith(b"POST /quick"):
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
     async def ask(client):
         limits = (("quick", 60), ("slow", 0.05))
