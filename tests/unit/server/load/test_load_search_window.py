@@ -74,8 +74,12 @@ async def use(url, ask):
 def asked(handle, ask):
     """Return what a client gets at a server whose connections `handle` answers."""
 
+    async def answer(reader, writer):
+        with closing(writer):
+            await handle(reader, writer)
+
     async def run():
-        async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             return await use(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ask)
 
     return asyncio.run(run())
@@ -103,7 +107,6 @@ def test_a_broken_server_is_a_reason(content):
     async def handle(reader, writer):
         await reader.readline()
         writer.write(content)
-        writer.close()
 
     found = asked(handle, lambda client: window(client, 20, 0.2))
     assert all(each.failed for each in found)
@@ -118,7 +121,6 @@ def test_a_connection_that_the_server_closed_meanwhile_is_replaced():
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         await writer.drain()
         await reader.readline()  # the next request comes, and has no answer
-        writer.close()
 
     async def ask(client):
         [request] = LOAD.requests(1, np.random.default_rng(0))
