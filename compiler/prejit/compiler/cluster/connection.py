@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -228,17 +229,14 @@ class RayConnection:
         left = list(self._running)
         self._running.clear()
         self._doubts.clear()
-        try:
-            try:
-                for each in left:
-                    self._ray.cancel(each, force=True)
-                if left:
-                    self._ray.wait(left, num_returns=len(left), timeout=_END_SECONDS)
-            finally:
-                self._ray.kill(self._board)
-        finally:
+        with ExitStack() as at_end:  # each step, also where one before it fails
             if self._connects:
-                self._ray.shutdown()
+                at_end.callback(self._ray.shutdown)
+            at_end.callback(self._ray.kill, self._board)
+            for each in left:
+                self._ray.cancel(each, force=True)
+            if left:
+                self._ray.wait(left, num_returns=len(left), timeout=_END_SECONDS)
 
     def _answer(self, ended: Any, running: _Running) -> Ended | None:
         """Return how an attempt ended; None: its worker died, and perhaps its node."""

@@ -310,7 +310,7 @@ class ModelMemory:
 
     @property
     def room(self) -> Room | None:
-        """What wakes engines; None: they never sleep for each other."""
+        """Makes room for an engine that wakes; None: there is no limit, so no engine sleeps for another."""
         return None if self._limit_bytes is None else self
 
     def for_caches(self, name: str, bundle: Bundle) -> int:

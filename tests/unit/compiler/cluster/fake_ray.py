@@ -17,7 +17,7 @@ ERRORS = {f"{name}Error": type(name, (RayError,), {}) for name in NAMES.split()}
 
 
 class Remote:
-    """What `ray.remote` returns."""
+    """Stand-in for a function that `ray.remote` has wrapped."""
 
     def __init__(self, call):
         self.remote = call

@@ -28,7 +28,7 @@ LISTED = "="
 has it in its name."""
 
 FILES_OF_MEMORY = "/dev/shm/"  # noqa: S108, nothing is written there
-"""Where processes share memory by files that they map."""
+"""The directory of the files by which processes share memory: they map them."""
 
 _stat, _readlink = os.stat, os.readlink
 """As they were when this was loaded: a recording replaces them, to see the program's calls."""
