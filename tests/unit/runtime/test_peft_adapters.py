@@ -51,9 +51,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("pattern", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("key", ["target_modules", "rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("target_modules", "rank_pattern", "alpha_pattern"),
+        *("exclude_modules", "layers_pattern", "modules_to_save"),
+    ],
+)
 def test_a_pattern_that_may_take_for_ever_is_refused(key, pattern, tmp_path):
-    value = pattern if key == "target_modules" else {pattern: 2}
+    value = {pattern: 2} if key in ("rank_pattern", "alpha_pattern") else pattern
+    value = [pattern] if key == "modules_to_save" else value
     at, began = write(tmp_path, CONFIG | {key: value}), time.process_time()
     with pytest.raises(CheckpointError, match=r"config\.json: a pattern of modules") as caught:
         read_adapter(at, pairs())

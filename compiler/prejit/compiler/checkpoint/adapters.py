@@ -35,7 +35,7 @@ from prejit.runtime.lora.peft_files import (
     MERGE,
     PREFIX,
     adapter_files,
-    is_target,
+    left_out_by,
     rank_and_factor,
     read_config,
 )
@@ -167,8 +167,8 @@ def merged(
         ours = name_of(f"{module}.weight")
         if copies and ours in (naming.embedding, *copies):
             problems.append(f"{module}, whose matrix the model uses twice (tie_word_embeddings)")
-        elif not is_target(config, module):
-            problems.append(f"{module}, which target_modules of {CONFIG} does not name")
+        elif key := left_out_by(config, module, is_end=ours in (naming.embedding, naming.head)):
+            problems.append(f"{module}, which {key} of {CONFIG} leaves out")
         elif ours not in parameters:
             problems.append(f"{module}, which is no matrix of the model")
         else:
@@ -251,7 +251,9 @@ def _change(
 def _is_replaced(config: Mapping[str, Any], module: str, last: str) -> bool:
     """Return whether the adapter replaces a tensor of a module."""
     bias = config.get("bias", "none")
-    if last == "bias" and (bias == "all" or (bias == "lora_only" and is_target(config, module))):
+    if last == "bias" and (
+        bias == "all" or (bias == "lora_only" and not left_out_by(config, module))
+    ):
         return True
     return any(f"{saved}." in f"{module}." for saved in config.get("modules_to_save") or ())
 

@@ -46,6 +46,7 @@ _READ = frozenset(
     (
         *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules"),
         *("modules_to_save", "bias", "use_rslora", "use_dora", "init_lora_weights"),
+        *("exclude_modules", "layers_pattern", "layers_to_transform"),
     )
 )
 _WITHOUT_EFFECT = frozenset(
@@ -53,8 +54,6 @@ _WITHOUT_EFFECT = frozenset(
         *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
         *("peft_version", "lora_dropout", "megatron_config", "megatron_core", "eva_config"),
         *("qalora_group_size", "ensure_weight_tying", "runtime_config"),
-        # The names of the tensors show which modules these chose.
-        *("exclude_modules", "layers_pattern", "layers_to_transform"),
         # PEFT corrects it by the kind of the layer, which decides here too.
         "fan_in_fan_out",
     )
@@ -159,8 +158,8 @@ def read_adapter(
         elif _name(module, known) is None:
             problems.append(f"{module}, which is no matrix that the bundle lets adapters change")
             others.append(module)
-        elif not is_target(config, module):
-            problems.append(f"{module}, which target_modules of {CONFIG} does not name")
+        elif key := left_out_by(config, module):
+            problems.append(f"{module}, which {key} of {CONFIG} leaves out")
         elif end in changes.setdefault(module, {}):
             problems.append(f"{module}.{end}, which has two names")
         else:
@@ -251,7 +250,8 @@ def read_config(file: Path, content: bytes) -> dict[str, Any]:
     kinds: dict[str, tuple[type, ...]] = {
         **dict.fromkeys(("rank_pattern", "alpha_pattern"), (dict,)),
         **dict.fromkeys(("use_rslora", "use_dora"), (bool,)),
-        **{"target_modules": (list, str), "modules_to_save": (list,), "bias": (str,)},
+        **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), (list, str)),
+        **{"modules_to_save": (list,), "bias": (str,)},
     }
     for key, allowed in kinds.items():
         value = config.get(key)
@@ -260,9 +260,14 @@ def read_config(file: Path, content: bytes) -> dict[str, Any]:
             isinstance(value, allowed) and all(isinstance(name, str) for name in names)
         ):
             raise wrong(file, key, " or ".join(kind.__name__ for kind in allowed), value)
-    patterns = [*(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]
-    if isinstance(target := config.get("target_modules"), str):
-        patterns.append(target)
+    layers = config.get("layers_to_transform")
+    if layers is not None and not all(type(layer) is int for layer in _listed(layers)):
+        raise wrong(file, "layers_to_transform", "an integer, or a list of such", layers)
+    of_names = ("rank_pattern", "alpha_pattern", "modules_to_save")
+    patterns = [pattern for key in of_names for pattern in config.get(key) or ()]
+    patterns += _listed(config.get("layers_pattern") or [])
+    whole = (config.get("target_modules"), config.get("exclude_modules"))
+    patterns += [pattern for pattern in whole if isinstance(pattern, str)]
     choices = 0.0
     for pattern in patterns:
         choices += _choices(file, pattern)
@@ -343,9 +348,37 @@ def _of_pattern(config: Mapping[str, Any], patterns: str, key: str, module: str)
     return config.get(key, 8)  # PEFT's default
 
 
-def is_target(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether the adapter changes a module."""
-    targets = config.get("target_modules") or []
-    if isinstance(targets, str):
-        return targets.lower() == "all-linear" or _compiled(targets).fullmatch(module) is not None
-    return any(f".{module}".endswith(f".{target}") for target in targets)
+def left_out_by(config: Mapping[str, Any], module: str, *, is_end: bool = False) -> str:
+    """Return the key of a configuration by which an adapter leaves a module as it is; empty: it changes it.
+
+    As PEFT's check_target_module_exists; PEFT does not read tensors of such modules. `is_end` is whether the
+    module is the embedding or the head.
+    """
+    targets, excluded = config.get("target_modules") or [], config.get("exclude_modules") or []
+    if _is_named(excluded, module):
+        return "exclude_modules"
+    for saved in config.get("modules_to_save") or ():
+        if _compiled(rf"(^|.*\.){saved}($|\..*)").match(module):
+            return "modules_to_save"
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        return "target_modules" if is_end else ""
+    if not _is_named(targets, module):
+        return "target_modules"
+    layers = config.get("layers_to_transform")
+    if isinstance(targets, str) or layers in (None, []):
+        return ""
+    # Without a pattern a name precedes the list of layers.
+    patterns = _listed(config.get("layers_pattern") or [r".*?\.[^.]*"])
+    found = (_compiled(rf"(?:^|.*?\.){each}\.(?P<layer>\d+)\.").match(module) for each in patterns)
+    layer = next((int(match["layer"]) for match in found if match), None)
+    return "" if layer in _listed(layers) else "layers_to_transform"
+
+
+def _is_named(names: str | list[str], module: str) -> bool:
+    if isinstance(names, str):
+        return _compiled(names).fullmatch(module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -10,7 +10,7 @@ from tests.parity.adapter_cases import CASES, write_adapter
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
 from prejit.runtime.errors import CheckpointError
 
-TIED, _, GPT2, _, QWEN3 = CASES
+TIED, UNTIED, GPT2, _, QWEN3 = CASES
 LAYER = "model.layers.0.self_attn.q_proj"
 A, B = (f"base_model.model.{LAYER}.lora_{part}.weight" for part in "AB")
 SHAPES = {A: (2, 24), B: (24, 2)}
@@ -62,6 +62,24 @@ REFUSED = {
     "other width": (lambda c, s: s.update({A: (2, 20)}), r"q_proj of shapes \[\(2, 20\)"),
     "other layers": (at(LAYER.replace("0", "7")), "layers.7.self_attn.q_proj, which is no matrix"),
     "not a target": (lambda c, s: c.update(target_modules="k_proj"), "which target_modules of"),
+    "excluded": (lambda c, s: c.update(exclude_modules=["q_proj"]), "which exclude_modules of"),
+    "layer excluded": (
+        lambda c, s: c.update(exclude_modules=r".*\.0\..*"),
+        "which exclude_modules of",
+    ),
+    "saved": (lambda c, s: c.update(modules_to_save=["self_attn"]), "which modules_to_save of"),
+    "another layer": (
+        lambda c, s: c.update(layers_to_transform=[1, 2]),
+        f"{LAYER}, which layers_to_transform of adapter_config.json leaves out",
+    ),
+    "layers elsewhere": (
+        lambda c, s: c.update(layers_to_transform=0, layers_pattern="h"),
+        "which layers_to_transform of",
+    ),
+    "layers": (
+        lambda c, s: c.update(layers_to_transform="0"),
+        'layers_to_transform: expected an integer, or a list of such, found "0"',
+    ),
     "no B": (lambda c, s: s.pop(B), "q_proj with lora_A.weight"),
     "no magnitude": (lambda c, s: c.update(use_dora=True), r"use_dora = True"),
     "a magnitude": (beside("lora_magnitude_vector"), r"magnitude_vector \(use_dora = False\)"),
@@ -88,6 +106,29 @@ def test_an_adapter_that_does_not_fit_is_refused_with_its_file(change, said, tmp
         _ = with_adapter(tmp_path, TIED.base, change).names
     assert str(tmp_path / "adapter" / "adapter_") in str(caught.value)
     assert "merge_and_unload" in str(caught.value.hint)
+
+
+LAYERS = (
+    {"layers_to_transform": 0},
+    {"layers_to_transform": [2, 0], "layers_pattern": ["h", "layers"]},
+)
+
+
+@pytest.mark.parametrize("chosen", LAYERS)
+def test_layers_that_are_chosen_are_changed(chosen, tmp_path):
+    exact = with_adapter(tmp_path, TIED.base).read(f"{LAYER}.weight")
+    found = with_adapter(tmp_path, TIED.base, lambda config, shapes: config.update(chosen))
+    np.testing.assert_array_equal(found.read(f"{LAYER}.weight"), exact)
+
+
+def test_all_linear_leaves_out_the_head(tmp_path):
+    def change(config, shapes):
+        at("lm_head")(config, shapes)
+        config.update(target_modules="all-linear")
+        shapes.update({name: (31, 2) for name in shapes if "lora_B" in name})
+
+    with pytest.raises(CheckpointError, match="lm_head, which target_modules of"):
+        _ = with_adapter(tmp_path, UNTIED.base, change).names
 
 
 def test_a_tied_model_takes_an_embedding_whose_copy_is_equal(tmp_path):
