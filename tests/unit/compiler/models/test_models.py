@@ -81,6 +81,14 @@ def test_the_context_of_pretraining_beside_the_rope_parameters_counts(kind):
         _rotaries({**LLAMA, "rope_scaling": kind, key: None})
 
 
+def test_a_pair_that_is_fast_and_slow_turns_slower_by_the_factor():
+    """As in transformers, which warns of such a configuration and takes it."""
+    scaling = {**LLAMA3, "low_freq_factor": 99.0, "high_freq_factor": 0.001}
+    twisted = config({**LLAMA, "rope_scaling": scaling})
+    slow = np.array(rope.frequencies(config(LLAMA), 6).frequencies) / LLAMA3["factor"]
+    np.testing.assert_allclose(rope.frequencies(twisted, 6).frequencies, slow, rtol=1e-6)
+
+
 def test_yarns_truncate_counts_beside_the_parts_for_kinds_of_layers():
     full = {**YARN, **RAMP}
     parts = {"full_attention": full, "sliding_attention": {"rope_type": "default"}}

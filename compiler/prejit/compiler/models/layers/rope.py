@@ -263,7 +263,8 @@ def _llama3(
     smooth = (pretrained / wavelength - low) / (high - low)
     between = (1 - smooth) * original / factor + smooth * original
     fast, slow = wavelength < pretrained / high, wavelength > pretrained / low
-    return _rotary(np.where(fast, original, np.where(slow, original / factor, between)))
+    # Where high < low a pair may be both, and is slow there.
+    return _rotary(np.where(slow, original / factor, np.where(fast, original, between)))
 
 
 def _yarn(
