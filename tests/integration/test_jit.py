@@ -427,6 +427,12 @@ def test_arrays_elsewhere_and_settings_that_executables_cannot_obey(bundle_path,
     assert scored.stats().loaded == ("score",)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         scored(jnp.full(8, jnp.nan))
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with pytest.raises(UsageError, match="jax_disable_most_optimizations is on"):
+            strict(score)(jnp.ones(8))
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_many_threads_share_a_function(events, strict):
