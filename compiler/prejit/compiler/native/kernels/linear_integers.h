@@ -10,4 +10,9 @@ namespace prejit {
 // it is linear(). Returns false if memory is exhausted.
 bool linear_by_integers(const Linear& p);
 
+// Does what linear() does for int8 weights, with x rounded row by row to 16 bits. The number of rows, and how bytes are
+// multiplied, change no bit. For at most kMostFixedInputs.
+constexpr int64_t kMostFixedInputs = 1 << 17;
+bool linear_by_fixed_point(const Linear& p);
+
 }  // namespace prejit
