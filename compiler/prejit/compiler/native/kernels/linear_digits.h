@@ -68,10 +68,6 @@ PREJIT_INLINE Ints dots_of_pairs(Ints a, Ints b) {
 #endif
 }
 
-PREJIT_INLINE Floats load_some(const float* from, int64_t count) {
-  return count >= kLanes ? load(from) : count > 0 ? load_first(from, count) : Floats{};
-}
-
 // In each four: 0 2 1 3, as weights are widened.
 PREJIT_INLINE Ints in_order_of_pairs(Ints v) {
   constexpr int kOrder = _MM_SHUFFLE(3, 1, 2, 0);

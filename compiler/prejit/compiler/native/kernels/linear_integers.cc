@@ -12,6 +12,7 @@
 
 #include <atomic>
 
+#include "linear_amx.h"
 #include "linear_digits.h"
 #include "linear_finish.h"
 #include "linear_fixed_dots.h"
@@ -370,6 +371,7 @@ bool linear_by_integers(const Linear& p) {
 }
 
 bool linear_by_fixed_point(const Linear& p) {
+  if (p.rows >= kFewestTileRows && multiplier() == Multiplier::kAmx && byte_tiles()) return linear_by_amx(p);
   if (p.rows >= kFewestStripRows) return linear_by_strips(p, true);
 #if defined(PREJIT_HAS_VNNI)
   if (vnni()) return linear_by_dots<ByteDots>(p);
