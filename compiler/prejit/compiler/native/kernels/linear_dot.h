@@ -44,7 +44,7 @@ struct FloatDots {
   static constexpr int kInputs = kLanes;
 
   // One stream has too few loads in flight: 8 streams read 39 GB/s where one reads 31 (Zen 4, two cores); 6 read 2 to 5 %
-  // more than 8, and 4 rows have registers for 6. Several rows need 12 sums, or FMAs wait for each other: 4 rows of int8
+  // more than 8, and 4 rows have registers for 6. Several rows need 12 sums, or FMAs wait for each other: 4 rows
   // reach 77 of 104 GFLOP/s, with 8 sums 62 (Zen 3, one core).
   static constexpr int streams(int rows) {
     if (kRegisters == 32) return 6;

@@ -1,11 +1,11 @@
-// Products of int8 weights with x rounded to int8: each row of x has one scale, and sums are exact.
+// Products of int8 weights with x rounded to integers: each row of x has one scale, and sums are exact.
 #pragma once
 
 #include "linear.h"
 
 namespace prejit {
 
-// Does what linear() does for int8 weights, with x rounded to int8 row by row instead of to bfloat16. The result of a row
+// Does what linear() does for int8 weights, with x rounded to int8 row by row instead of to 16 bits. The result of a row
 // depends on that row alone, and but for the last rounding is the same on every CPU. With AMX, and for more than 65,536 inputs,
 // it is linear(). Returns false if memory is exhausted.
 bool linear_by_integers(const Linear& p);
