@@ -74,6 +74,11 @@ MODEL __m128i cvtepi32_epi8(__m512i a) {
   for (int i = 0; i < 16; ++i) narrow[i] = static_cast<int8_t>(wide[i]);
   return as<__m128i>(narrow);
 }
+MODEL __m512i cvtepi8_epi16(__m256i a) {
+  __m128i parts[2];
+  memcpy(parts, &a, sizeof parts);
+  return castsi256(_mm256_cvtepi8_epi16(parts[0]), _mm256_cvtepi8_epi16(parts[1]));
+}
 MODEL __m512 fmadd_ps(__m512 a, __m512 b, __m512 c) {
   auto x = halves<__m256>(a), y = halves<__m256>(b), z = halves<__m256>(c);
   return castps256(_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high));
@@ -139,6 +144,7 @@ MODEL Vector load_masked(uint64_t mask, const void* memory) {
 #define _mm512_cvtepi32_ps avx512_model::cvtepi32_ps
 #define _mm512_cvtps_epi32 avx512_model::cvtps_epi32
 #define _mm512_cvtepi8_epi32 avx512_model::cvtepi8_epi32
+#define _mm512_cvtepi8_epi16 avx512_model::cvtepi8_epi16
 #define _mm512_cvtepu16_epi32 avx512_model::cvtepu16_epi32
 #define _mm512_cvtph_ps avx512_model::cvtph_ps
 #define _mm512_cvtepi32_epi8 avx512_model::cvtepi32_epi8
@@ -156,6 +162,7 @@ MODEL Vector load_masked(uint64_t mask, const void* memory) {
 #define _mm512_permutex2var_epi16 avx512_model::permutex2var_epi16
 #define _mm512_permutexvar_ps avx512_model::permutexvar_ps
 #define _mm512_maskz_loadu_ps avx512_model::load_masked<__m512, float>
+#define _mm512_maskz_loadu_epi8 avx512_model::load_masked<__m512i, uint8_t>
 #define _mm512_maskz_loadu_epi16 avx512_model::load_masked<__m512i, uint16_t>
 #define _mm256_maskz_loadu_epi16 avx512_model::load_masked<__m256i, uint16_t>
 #define _mm_maskz_loadu_epi8 avx512_model::load_masked<__m128i, uint8_t>

@@ -79,6 +79,18 @@ double rounded(double v) {
   return std::ldexp(std::nearbyint(std::ldexp(significand, 8)), exponent - 8);
 }
 
+// Returns a row of x as products with weights of a dtype round it.
+std::vector<double> rounded(Dtype dtype, const float* row, int64_t inputs) {
+  std::vector<double> found(row, row + inputs);
+  float most = 1e-35f;
+  for (int64_t l = 0; l < inputs; ++l) most = std::fmax(most, std::fabs(row[l]));
+  for (int64_t l = 0; l < inputs; ++l) {
+    if (dtype == Dtype::kBfloat16) found[l] = rounded(row[l]);
+    if (dtype == Dtype::kInt8) found[l] = std::nearbyint(row[l] * (32639 / most)) * (most / 32639);
+  }
+  return found;
+}
+
 void set(Random& random, float* to) { *to = random.real(); }
 void set(Random& random, int8_t* to) { *to = static_cast<int8_t>(random.below(256) - 128); }
 void set(Random& random, Bf16* to) {
@@ -110,11 +122,12 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
   product.activation = Activation::kRelu;
   product.y = y.data;
   if (!linear(product)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
-  for (int64_t i = 0; i < m; ++i)
+  for (int64_t i = 0; i < m; ++i) {
+    const std::vector<double> row = rounded(dtype, x.data + i * k, k);
     for (int64_t j = 0; j < n; ++j) {
       double sum = 0, up_sum = 0, size = 1;
       for (int64_t l = 0; l < k; ++l) {
-        double factor = dtype == Dtype::kFloat32 ? x.data[i * k + l] : rounded(x.data[i * k + l]);
+        double factor = row[l];
         double term = factor * value(w.data[j * k + l]);
         sum += term, size += std::fabs(term);
         up_sum += factor * value(up.data[j * k + l]);
@@ -129,6 +142,7 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
         return;
       }
     }
+  }
 }
 
 // Returns x as products with int4 weights round it: 32 to int8 with one scale.

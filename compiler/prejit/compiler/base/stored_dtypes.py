@@ -11,8 +11,8 @@ These do not, and a new dtype needs a change in each:
 
     native/kernels/linear.h, linear_ffi.cc  `Dtype`; `read_weights`, which also says which dtypes have scales
     native/kernels/linear.cc            `bytes_of`, `with_dtype`
-    native/kernels/linear_amx.cc        `panel_of`, `fetch_of`: int8 or else bfloat16
-    native/kernels/linear_dot_bf16.cc   `load_weights`, `dot_block`, `multiply_all`: int8 or else bfloat16
+    native/kernels/linear_amx.cc        `load_step`, `kAreDigits`: int8 or else bfloat16
+    native/kernels/linear_dot_bf16.cc   bfloat16 alone
     native/kernels/linear_integers.cc   int8 alone
     native/kernels/simd.h, pairs.h      `load`, `load_pairs`: elements to float32, and to bfloat16
     models/quantizing.py, own_decoder_narrowing.py  `_rounded`, `_fits`: an integer or else bfloat16

@@ -52,11 +52,11 @@ class Product:
     @property
     def forms(self) -> tuple[str, ...]:
         """The forms that can compute it; the last one is the default."""
+        # A token's numbers must not depend on how many rows share its product: these have one form.
         if STORED_DTYPES[self.dtype].words is not None:
-            return (KERNEL,)  # it has one order for any number of rows, on every level
-        if self.rounds_rows and not self.in_out:
-            # A token's numbers must not depend on how many rows share its product.
-            return (INTEGERS,)
+            return (KERNEL,)
+        if self.dtype == "int8" and not self.in_out:
+            return (INTEGERS,) if self.rounds_rows else (KERNEL,)
         if not STORED_DTYPES[self.dtype].is_narrow:
             xla: tuple[str, ...] = (DOT,)
         else:

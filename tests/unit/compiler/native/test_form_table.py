@@ -16,8 +16,8 @@ from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime.errors import RejectError, StoreError
 
 HERE = Conditions("x86-64-v4", "AMD EPYC", 2, "0.10.2", "g++ 12.2.0", "sha256:" + "1" * 64)
-LARGE = Product("int8", 1, 2048, 8192, False)
-SMALL = Product("int8", 1, 64, 64, False)
+LARGE = Product("bfloat16", 1, 2048, 8192, False)
+SMALL = Product("bfloat16", 1, 64, 64, False)
 
 
 def measured(product=LARGE, conditions=HERE, date="2026-11-20", **nanoseconds):
@@ -96,8 +96,8 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
         assert both.choice(product, HERE).measured == own_cpu
         for other in (xeon, replace(HERE, cpu="Intel Atom")):
             assert both.choice(product, other).measured == newer
-    edge = Product("int8", 1, tables.LEAST_BYTES // 64, 64, False)
-    smaller = Product("int8", 1, tables.LEAST_BYTES // 64 - 1, 64, False)
+    edge = Product("bfloat16", 1, tables.LEAST_BYTES // 128, 64, False)
+    smaller = Product("bfloat16", 1, tables.LEAST_BYTES // 128 - 1, 64, False)
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)
     only_dot = Product("float32", 1, 4096, 4096, True)
     assert KnownForms().missing([SMALL, only_dot], HERE, fresh=True) == (SMALL,)

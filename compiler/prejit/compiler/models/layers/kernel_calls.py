@@ -2,10 +2,10 @@
 
 A portable program uses XLA's forms only. For a CPU target with a kernel library, a program is lowered a
 second time with calls of native kernels; `using` makes that choice known to the layers. In such a program
-every form, XLA's too, rounds x to bfloat16 where the matrix is bfloat16 or int8 (kernels/linear.h), so that
-the forms of a product differ in the order of its sums only. A portable program has no kernel to agree with
-and does not round x. The layers of an encoder round x to int8 for int8 matrices (kernels/linear_integers.h),
-which has no other form.
+every form, XLA's too, rounds x to bfloat16 where the matrix is bfloat16 (kernels/linear.h), so that the
+forms of a product differ in the order of its sums only. A portable program has no kernel to agree with and
+does not round x. For int8 matrices x is rounded to 16 bits, in the layers of an encoder to int8
+(kernels/linear_integers.h), which have no other form.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def linear(
 ) -> jax.Array:
     """Return `activation(x W^T + b) * (x U^T + c) + residual`, in one call of a kernel.
 
-    x is rounded to bfloat16 unless W is float32, and sums are float32. With INTEGERS x is rounded to int8,
-    and sums are exact.
+    x is rounded as kernels/linear.h says. With INTEGERS it is rounded to int8, and sums are exact.
 
     Args:
         x: float32 [..., in].

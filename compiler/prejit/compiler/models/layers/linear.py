@@ -248,8 +248,8 @@ def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = Non
     """Return the product over the last axis of x and one axis of a matrix, which is not rearranged.
 
     A matrix of another dtype is widened to float32, and sums are float32. In a program with kernels x is
-    rounded to bfloat16 for such a matrix, as the kernels do it: forms depend on the number of rows, and the
-    numbers of a token must not depend on how many rows share its product.
+    rounded to bfloat16 for a matrix in bfloat16, as the kernels do it: forms depend on the number of rows,
+    and the numbers of a token must not depend on how many rows share its product.
 
     Args:
         x: float32 [..., in].

@@ -8,6 +8,7 @@
 #include "linear_finish.h"
 #include "linear_gemm.h"
 #include "linear_int4.h"
+#include "linear_integers.h"
 #include "linear_multiplier.h"
 #include "threads.h"
 
@@ -71,8 +72,8 @@ const float* rounded_x(const Linear& p) {
 bool linear_by_dots(const Linear& p) {
   const float* all = rounds(p) ? rounded_x(p) : p.x;
   if (!all) return false;
-  int64_t size = dot_block_outputs(dot_streams_of(p.rows), p.inputs * bytes_of(p.weights.dtype), p.outputs, threads(),
-                                   kDotOutputs);
+  int64_t size = dot_block_outputs(dot_streams_of<FloatDots<float>>(p.rows), p.inputs * bytes_of(p.weights.dtype), p.outputs,
+                                   threads(), kDotOutputs);
   int64_t blocks = (p.outputs + size - 1) / size;
   for (int64_t row = 0; row < p.rows; row += kDotRows) {
     int64_t rows = least(p.rows - row, kDotRows);
@@ -83,7 +84,10 @@ bool linear_by_dots(const Linear& p) {
       int64_t first = block * size;
       int64_t count = least(p.outputs - first, size);
       auto multiply = [&](const Weights& weights, float* to) {
-        with_dtype(weights, [&](auto* w) { dot_block(x, rows, w + first * p.inputs, p.inputs, count, to, kDotOutputs); });
+        with_dtype(weights, [&](auto* w) {
+          using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+          dot_block<FloatDots<W>>(x, rows, p.inputs, w + first * p.inputs, p.inputs, count, to, kDotOutputs);
+        });
       };
       multiply(p.weights, sums);
       if (p.gated) multiply(p.up, up_sums);
@@ -230,7 +234,8 @@ bool linear_by_panels(const Linear& p) {
 bool linear(const Linear& product) {
   if (product.rows == 0 || product.outputs == 0) return true;
   if (product.weights.dtype == Dtype::kInt4) return linear_int4(product);
-  Multiplier by = rounds(product) ? multiplier() : Multiplier::kFloat32;
+  if (product.weights.dtype == Dtype::kInt8 && product.inputs <= kMostFixedInputs) return linear_by_fixed_point(product);
+  Multiplier by = product.weights.dtype == Dtype::kBfloat16 ? multiplier() : Multiplier::kFloat32;
   if (by == Multiplier::kAvx512Bf16) return linear_by_bf16_dots(product);
   if (by == Multiplier::kAmx && usual_rows(product) >= kFewestTileRows) return linear_by_amx(product);
   return fills_panels(product) ? linear_by_panels(product) : linear_by_dots(product);

@@ -1,13 +1,13 @@
 // y = act(x W^T * scale + bias) [* (x U^T * uscale + ubias)] [+ residual], for weights as they are stored.
 //
-// If weights are bfloat16, int8 or MXFP4, x is rounded to bfloat16, to nearest and ties to even, and sums are float32: on every
-// CPU and for any number of rows, so that results differ in the order of the sums only. int4 rounds x to int8
-// (linear_int4.h), as does linear_integers.h. With float32 weights everything is float32. XLA's forms of a product in programs with kernels round x in the same way
-// (models/layers/linear.py, dot).
+// If weights are bfloat16 or MXFP4, x is rounded to bfloat16, to nearest and ties to even, and sums are float32: on every
+// CPU and for any number of rows, so that results differ in the order of the sums only. XLA's forms of a product in
+// programs with kernels round x in the same way (models/layers/linear.py, dot). With float32 weights everything is float32.
+// int8 rounds x to 16 bits and sums exactly (linear_integers.h), int4 rounds 32 inputs to int8 (linear_int4.h).
 //
 // The sums of a row have one order among few rows and another among many, whatever the other rows are. Many rows begin
 // at 8 with AMX (linear_amx.h), else at 128 rows or 32 positions of a sequence (linear.cc). With AVX-512 BF16 the sums of
-// bfloat16 and int8 weights have one order for any number of rows (linear_dot_bf16.h); those of int4 weights have one
+// bfloat16 weights have one order for any number of rows (linear_dot_bf16.h); those of int8 and int4 weights have one
 // everywhere.
 #pragma once
 

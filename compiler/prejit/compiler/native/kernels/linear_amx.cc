@@ -5,11 +5,15 @@
 //   W chunk [32, K'] ->  [K' / 32][32 outputs][32 inputs] bfloat16      "panel", stays in L1, pack_panel
 //   sums             ->  [2 groups][2 halves][16 outputs][16 rows]      "tile", transposed and finished, transpose_tile
 //
-// Inputs are padded with zeros to whole steps of 32, outputs and rows to whole tiles, so no multiplier has an edge.
+// With int8 weights a step has 64 inputs, four of them are where a pair is, and the two groups of a tile are the high and
+// the low digits of the same 16 rows (linear_digits.h). Those sums are exact.
+//
+// Inputs are padded with zeros to whole steps, outputs and rows to whole tiles, so no multiplier has an edge.
 #include "linear_amx.h"
 
 #include <atomic>
 
+#include "linear_digits.h"
 #include "linear_finish.h"
 #include "linear_multiplier.h"
 #include "pairs.h"
@@ -27,18 +31,23 @@ bool linear_by_amx(const Linear&) { return false; }
 
 namespace {
 
-constexpr int64_t kStep = 32;   // Inputs of a step: 16 pairs, one row of a tile.
-constexpr int64_t kGroup = 16;  // Rows of a group, and outputs of half a panel.
+constexpr int64_t kStepBytes = 64;  // Of a row of a tile.
+constexpr int64_t kGroup = 16;      // Rows of a group, and outputs of half a panel.
 constexpr int64_t kPanel = 2 * kGroup;
-constexpr int64_t kTile = 2 * kGroup;  // Maximum rows of a tile: one group or two.
-constexpr int64_t kGroupSums = kGroup * kPanel;
-constexpr int64_t kTileSums = kTile * kPanel;
-constexpr int64_t kStepPairs = kGroup * kStep / 2;   // In a group.
-constexpr int64_t kStepWeights = kPanel * kStep;     // In a panel.
+constexpr int64_t kTileSums = 2 * kGroup * kPanel;
+constexpr int64_t kStepWords = kGroup * kStepBytes / 4;    // In a group.
+constexpr int64_t kPanelStepBytes = kPanel * kStepBytes;
 
-// Inputs that are summed at once: a panel of them (16 KB) and those of a tile, which stream past it from L2, fit L1
-// together. With twice as many, or half as many, products of 512 rows take a seventh longer (Sapphire Rapids).
-constexpr int64_t kInputsAtOnce = 256;
+template <typename W>
+constexpr bool kAreDigits = sizeof(W) == 1;
+template <typename W>
+constexpr int64_t kStep = kStepBytes / sizeof(W);  // Inputs.
+template <typename W>
+constexpr int64_t kTile = kAreDigits<W> ? kGroup : 2 * kGroup;  // Maximum rows of a tile.
+
+// Bytes of an output that are summed at once: a panel of them (16 KB) and those of a tile, which stream past it from L2,
+// fit L1 together. With twice as many, or half as many, products of 512 rows take a seventh longer (Sapphire Rapids).
+constexpr int64_t kBytesAtOnce = 512;
 
 // Rows that are packed at once. Each part of them reads W again, from memory and into panels.
 constexpr int64_t kRowsAtOnce = 1024;
@@ -50,9 +59,21 @@ constexpr int64_t kTilesAtOnce = 16;
 // Maximum tiles that read a panel in place: packing takes a fifth longer for these, and a tenth less for more tiles.
 constexpr int64_t kTilesInPlace = 2;
 
+// to[word, row] = row[word] for whole steps of 16 rows.
+void transpose_words(const char* rows, int64_t stride, int64_t bytes, uint32_t* to) {
+  for (int64_t at = 0; at < bytes; at += kStepBytes, to += kStepWords) {
+    Floats v[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) v[i] = load_as<Floats>(rows + i * stride + at);
+    transpose(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(to) + i * kGroup, v[i]);
+  }
+}
+
 // to[pair, row] = x[row, pair] for `count` rows of a group, zeros for the others.
 void pack_group(const float* x, int64_t count, int64_t inputs, uint32_t* to) {
-  for (int64_t k = 0; k < inputs; k += kStep, to += kStepPairs) {
+  for (int64_t k = 0; k < inputs; k += kStep<Bf16>, to += kStepWords) {
     Floats v[kLanes] = {};
     for (int64_t row = 0; row < count; ++row) v[row] = load_pairs(x + row * inputs + k, inputs - k);
     transpose(v);
@@ -61,13 +82,36 @@ void pack_group(const float* x, int64_t count, int64_t inputs, uint32_t* to) {
   }
 }
 
+// The same for the high digits, then the low ones, with the factor of each row. Returns false if memory is exhausted.
+bool pack_digits(const float* x, int64_t count, int64_t inputs, uint32_t* to, int64_t group_words, float* factors) {
+  int64_t bytes = inputs_of_vectors(inputs), stride = bytes + 64;  // Whole pages would share sets of L1.
+  char* digits = static_cast<char*>(scratch(2 * kGroup * stride, 1));
+  if (!digits) return false;
+  memset(digits, 0, 2 * kGroup * stride);
+  char* low = digits + kGroup * stride;
+  for (int64_t row = 0; row < count; ++row) {
+    int32_t sums[2];
+    factors[row] = round_fixed(x + row * inputs, inputs, true, false, digits + row * stride, low + row * stride, sums);
+  }
+  transpose_words(digits, stride, bytes, to);
+  transpose_words(low, stride, bytes, to + group_words);
+  return true;
+}
+
+PREJIT_INLINE Floats load_step(const Bf16* from, int64_t count) { return load_pairs(from, count); }
+PREJIT_INLINE Floats load_step(const int8_t* from, int64_t count) {
+  if (count >= kStepBytes) return load_as<Floats>(from);
+  return reinterpret_cast<Floats>(_mm512_maskz_loadu_epi8((uint64_t{1} << count) - 1, from));
+}
+
 // to[step, output, input] = w[output, input] for `count` outputs of a panel and `inputs` of a row's `stride`.
 template <typename W>
-void pack_panel(const W* w, int64_t count, int64_t inputs, int64_t stride, uint16_t* to) {
-  for (int64_t output = 0; output < kPanel; ++output, w += stride, to += kStep) {
-    for (int64_t k = 0; k < inputs; k += kStep) {
-      Floats v = output < count ? load_pairs(w + k, inputs - k) : Floats{};
-      memcpy(to + k * kPanel, &v, sizeof v);
+void pack_panel(const W* w, int64_t count, int64_t inputs, int64_t stride, char* to) {
+  for (int64_t output = 0; output < kPanel; ++output, w += stride, to += kStepBytes) {
+    char* step = to;
+    for (int64_t k = 0; k < inputs; k += kStep<W>, step += kPanelStepBytes) {
+      Floats v = output < count ? load_step(w + k, inputs - k) : Floats{};
+      memcpy(step, &v, sizeof v);
     }
   }
 }
@@ -93,32 +137,38 @@ struct Fetching {
 
 // Weights of 32 outputs, packed or in place.
 struct Panel {
-  const uint16_t* data;
-  int64_t stride = kStep;       // From one output to the next.
-  int64_t step = kStepWeights;  // From one step to the next.
+  const char* data;
+  int64_t stride = kStepBytes;     // From one output to the next.
+  int64_t step = kPanelStepBytes;  // From one step to the next.
 };
 
 // sums = (begins ? 0 : sums) + a panel times one group of x or two, `steps` steps.
 struct Operands {
   Panel w;
   const uint32_t* x;
-  int64_t group_pairs;  // From one group of x to the next.
+  int64_t group_words;  // From one group of x to the next.
   int64_t steps;
   bool begins;
   float* sums;
   Fetch fetch;
 };
 
-#define PREJIT_AMX __attribute__((target("amx-tile,amx-bf16"), noinline))
+#define PREJIT_AMX __attribute__((target("amx-tile,amx-bf16,amx-int8"), noinline))
+// A name of a tile is a literal.
+#define PREJIT_MULTIPLY(sums, w, x)    \
+  if constexpr (kAreDigits<W>)         \
+    _tile_dpbssd(sums, w, x);          \
+  else                                 \
+    _tile_dpbf16ps(sums, w, x)
 
-template <int groups>
+template <typename W, int groups>
 PREJIT_AMX void multiply_amx(const Operands& of) {
   // GCC's intrinsics do not declare that they read memory.
   asm volatile("" ::: "memory");
-  const uint16_t* w = of.w.data;
-  const long stride = of.w.stride * sizeof *w;  // Bytes.
+  const char* w = of.w.data;
+  const long stride = of.w.stride;
   const uint32_t* x = of.x;
-  const uint32_t* next = x + of.group_pairs;
+  const uint32_t* next = x + of.group_words;
   Fetching fetching{of.fetch};
   float* sums = of.sums;
   if (of.begins) {
@@ -140,15 +190,15 @@ PREJIT_AMX void multiply_amx(const Operands& of) {
     fetching.step();
     _tile_loadd(4, w, stride);
     _tile_loadd(6, x, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, w + kGroup * of.w.stride, stride);
-    _tile_dpbf16ps(1, 5, 6);
+    PREJIT_MULTIPLY(0, 4, 6);
+    _tile_loadd(5, w + kGroup * stride, stride);
+    PREJIT_MULTIPLY(1, 5, 6);
     if (groups == 2) {
       _tile_loadd(7, next, 64);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
+      PREJIT_MULTIPLY(2, 4, 7);
+      PREJIT_MULTIPLY(3, 5, 7);
     }
-    w += of.w.step, x += kStepPairs, next += kStepPairs;
+    w += of.w.step, x += kStepWords, next += kStepWords;
   }
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 256, 64);
@@ -169,13 +219,17 @@ const TileConfig tile_config;
 PREJIT_AMX void take_tiles() { _tile_loadconfig(&tile_config); }
 PREJIT_AMX void release_tiles() { _tile_release(); }
 
-void multiply(int64_t groups, const Operands& of) { return groups == 1 ? multiply_amx<1>(of) : multiply_amx<2>(of); }
+template <typename W>
+void multiply(int64_t groups, const Operands& of) {
+  return groups == 1 ? multiply_amx<W, 1>(of) : multiply_amx<W, 2>(of);
+}
 
 // Rows [first, first + rows) of p, packed in groups.
 struct PackedRows {
   int64_t first, rows;
-  int64_t group_pairs;
-  const uint32_t* data;
+  int64_t group_words;
+  uint32_t* data;
+  float* factors;  // Of rows of digits.
 };
 
 // Some panels of W and some tiles of x.
@@ -193,11 +247,15 @@ struct Step {
   bool ends;                // Whether it completes the sums.
 };
 
-int64_t chunks_of(int64_t inputs) { return inputs > 0 ? parts_of(inputs, kInputsAtOnce) : 1; }
+template <typename W>
+int64_t chunks_of(int64_t inputs) {
+  return inputs > 0 ? parts_of(inputs * sizeof(W), kBytesAtOnce) : 1;
+}
 
+template <typename W>
 Step step_of(const Linear& p, const Block& block, int64_t index) {
-  int64_t chunks = chunks_of(p.inputs);
-  int64_t size = parts_of(parts_of(p.inputs, chunks), kStep) * kStep;
+  int64_t chunks = chunks_of<W>(p.inputs);
+  int64_t size = parts_of(parts_of(p.inputs, chunks), kStep<W>) * kStep<W>;
   int64_t chunk = index / block.panels % chunks;
   bool is_up = index >= block.panels * chunks;
   Step step;
@@ -212,22 +270,19 @@ Step step_of(const Linear& p, const Block& block, int64_t index) {
 }
 
 // Returns the weights of a step, packed unless they can be read in place: if whole, and for few tiles.
-Panel panel_of(const Linear& p, const Step& step, int64_t tiles, uint16_t* packed) {
-  int64_t at = step.output * p.inputs + step.input;
-  if (step.weights->dtype == Dtype::kInt8) {
-    pack_panel(static_cast<const int8_t*>(step.weights->data) + at, step.outputs, step.inputs, p.inputs, packed);
-    return {packed};
-  }
-  const Bf16* w = static_cast<const Bf16*>(step.weights->data) + at;
-  if (tiles <= kTilesInPlace && step.outputs == kPanel && step.inputs % kStep == 0)
-    return {reinterpret_cast<const uint16_t*>(w), p.inputs, kStep};
+template <typename W>
+Panel panel_of(const Linear& p, const Step& step, int64_t tiles, char* packed) {
+  const W* w = static_cast<const W*>(step.weights->data) + step.output * p.inputs + step.input;
+  if (tiles <= kTilesInPlace && step.outputs == kPanel && step.inputs % kStep<W> == 0)
+    return {reinterpret_cast<const char*>(w), p.inputs * static_cast<int64_t>(sizeof(W)), kStepBytes};
   pack_panel(w, step.outputs, step.inputs, p.inputs, packed);
   return {packed};
 }
 
 // Shares the fetching of a step's weights among the tiles of the step before it, of `steps` steps each.
+template <typename W>
 Fetch fetch_of(const Linear& p, const Step& next, int64_t tile, int64_t tiles, int64_t steps) {
-  int64_t bytes = next.weights->dtype == Dtype::kBfloat16 ? 2 : 1;
+  constexpr int64_t bytes = sizeof(W);
   int64_t row = next.outputs * tile / tiles, rows = next.outputs * (tile + 1) / tiles - row;
   int64_t lines = (next.inputs * bytes + 63) / 64;
   const char* data = static_cast<const char*>(next.weights->data);
@@ -248,30 +303,42 @@ void transpose_tile(const float* sums, int64_t groups, float* to) {
     }
 }
 
+// Writes the sums of rows of digits in the place of those of high ones.
+void add_digits(float* by_row, const float* factors, int64_t rows) {
+  for (int64_t i = 0; i < rows * kPanel; i += kLanes) {
+    Ints high = load_as<Ints>(by_row + i), low = load_as<Ints>(by_row + kGroup * kPanel + i);
+    store(by_row + i, fixed_sum(high, low, splat(factors[i / kPanel])));
+  }
+}
+
+template <typename W>
 bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
   int64_t all_sums = block.panels * block.tiles * kTileSums;
-  size_t panel_bytes = kInputsAtOnce * kPanel * sizeof(uint16_t);
-  char* memory = static_cast<char*>(scratch(panel_bytes + all_sums * (p.gated ? 2 : 1) * sizeof(float), 1));
-  if (!memory) return false;
-  uint16_t* packed = reinterpret_cast<uint16_t*>(memory);
-  float* sums = reinterpret_cast<float*>(memory + panel_bytes);
-  int64_t all_steps = block.panels * chunks_of(p.inputs) * (p.gated ? 2 : 1);
+  size_t panel_bytes = kBytesAtOnce * kPanel;
+  char* packed = static_cast<char*>(scratch(panel_bytes + all_sums * (p.gated ? 2 : 1) * sizeof(float), 1));
+  if (!packed) return false;
+  float* sums = reinterpret_cast<float*>(packed + panel_bytes);
+  int64_t all_steps = block.panels * chunks_of<W>(p.inputs) * (p.gated ? 2 : 1);
   take_tiles();
   for (int64_t s = 0; s < all_steps; ++s) {
-    Step step = step_of(p, block, s), next = step_of(p, block, s + 1 < all_steps ? s + 1 : s);
-    Panel panel = panel_of(p, step, block.tiles, packed);
+    Step step = step_of<W>(p, block, s), next = step_of<W>(p, block, s + 1 < all_steps ? s + 1 : s);
+    Panel panel = panel_of<W>(p, step, block.tiles, packed);
     for (int64_t t = 0; t < block.tiles; ++t) {
-      int64_t row = (block.tile + t) * kTile, rows = least(x.rows - row, kTile);
-      int64_t groups = parts_of(rows, kGroup), steps = parts_of(step.inputs, kStep);
+      int64_t row = (block.tile + t) * kTile<W>, rows = least(x.rows - row, kTile<W>);
+      int64_t groups = kAreDigits<W> ? 2 : parts_of(rows, kGroup), steps = parts_of(step.inputs, kStep<W>);
       float* tile = sums + (step.panel * block.tiles + t) * kTileSums;
       float* to = step.weights == &p.up ? tile + all_sums : tile;
-      multiply(groups,
-               {panel, x.data + row / kGroup * x.group_pairs + step.input * (kGroup / 2), x.group_pairs, steps,
-                step.input == 0, to, fetch_of(p, next, t, block.tiles, steps)});
+      const uint32_t* group = x.data + row * 2 / kTile<W> * x.group_words + step.input / kStep<W> * kStepWords;
+      multiply<W>(groups, {panel, group, x.group_words, steps, step.input == 0, to,
+                           fetch_of<W>(p, next, t, block.tiles, steps)});
       if (!step.ends) continue;
       alignas(64) float by_row[kTileSums], up_by_row[kTileSums];
       transpose_tile(tile, groups, by_row);
       if (p.gated) transpose_tile(to, groups, up_by_row);
+      if constexpr (kAreDigits<W>) {
+        add_digits(by_row, x.factors + row, rows);
+        if (p.gated) add_digits(up_by_row, x.factors + row, rows);
+      }
       for (int64_t r = 0; r < rows; ++r)
         finish(p, by_row + r * kPanel, up_by_row + r * kPanel, x.first + row + r, step.output, step.outputs);
     }
@@ -280,24 +347,27 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
   return true;
 }
 
-}  // namespace
-
-bool linear_by_amx(const Linear& p) {
+template <typename W>
+bool multiply_all(const Linear& p) {
   int64_t parts = parts_of(p.rows, kRowsAtOnce);
   int64_t panels = parts_of(p.outputs, kPanel);
-  int64_t group_pairs = parts_of(p.inputs, kStep) * kStepPairs;
+  int64_t group_words = parts_of(p.inputs, kStep<W>) * kStepWords;
   std::atomic<bool> has_memory{true};
   for (int64_t part = 0, row = 0; part < parts; ++part) {
     int64_t rows = (p.rows - row) / (parts - part);
-    int64_t groups = parts_of(rows, kGroup), tiles = parts_of(rows, kTile);
-    uint32_t* data = static_cast<uint32_t*>(scratch((groups * group_pairs + kLanes) * sizeof(uint32_t)));
+    int64_t tiles = parts_of(rows, kTile<W>), blocks_of_rows = parts_of(rows, kGroup);
+    int64_t words = (kAreDigits<W> ? 2 : 1) * blocks_of_rows * group_words + kLanes;
+    uint32_t* data = static_cast<uint32_t*>(scratch((words + rows) * sizeof(uint32_t)));
     if (!data) return false;
-    PackedRows x{row, rows, group_pairs, data};
+    PackedRows x{row, rows, group_words, data, reinterpret_cast<float*>(data + words)};
     row += rows;
-    parallel_for(groups, [&](int64_t group) {
-      int64_t first = group * kGroup;
+    parallel_for(blocks_of_rows, [&](int64_t group) {
+      int64_t first = group * kGroup, count = least(x.rows - first, kGroup);
       const float* from = p.x + (x.first + first) * p.inputs;
-      pack_group(from, least(x.rows - first, kGroup), p.inputs, data + group * group_pairs);
+      if constexpr (!kAreDigits<W>)
+        pack_group(from, count, p.inputs, data + group * group_words);
+      else if (!pack_digits(from, count, p.inputs, data + 2 * group * group_words, group_words, x.factors + first))
+        has_memory.store(false, std::memory_order_relaxed);
     });
     // Blocks are as large as caches allow, with a few for each thread.
     int64_t enough = 4 * threads();
@@ -307,10 +377,16 @@ bool linear_by_amx(const Linear& p) {
       int64_t band = block / splits, split = block % splits;
       int64_t panel = panels * band / bands, tile = tiles * split / splits;
       Block at = {panel, panels * (band + 1) / bands - panel, tile, tiles * (split + 1) / splits - tile};
-      if (!multiply_block(p, x, at)) has_memory.store(false, std::memory_order_relaxed);
+      if (!multiply_block<W>(p, x, at)) has_memory.store(false, std::memory_order_relaxed);
     });
   }
   return has_memory.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+bool linear_by_amx(const Linear& p) {
+  return p.weights.dtype == Dtype::kInt8 ? multiply_all<int8_t>(p) : multiply_all<Bf16>(p);
 }
 
 #endif  // PREJIT_HAS_PAIRS

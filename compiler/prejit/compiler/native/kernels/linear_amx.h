@@ -1,4 +1,4 @@
-// Products of many rows by AMX's tiles, which multiply pairs of bfloat16 and sum in float32.
+// Products of many rows by AMX's tiles, which multiply pairs of bfloat16 and sum in float32, or fours of int8.
 #pragma once
 
 #include "linear.h"
@@ -9,7 +9,8 @@ namespace prejit {
 // longer from 6 rows on, or from 8 if weights come from memory.
 constexpr int64_t kFewestTileRows = 8;
 
-// Does what linear() does for bfloat16 or int8 weights where the multiplier is kAmx. Returns false if memory is exhausted.
+// Does what linear() does for bfloat16 weights where the multiplier is kAmx, and for int8 weights where there are
+// byte_tiles(), too, with at most kMostFixedInputs. Returns false if memory is exhausted.
 bool linear_by_amx(const Linear& p);
 
 }  // namespace prejit

@@ -21,15 +21,6 @@ constexpr int64_t kStreamBytes = 131072;
 // buffer, so loads alone do not look far enough ahead.
 constexpr int64_t kFetchBytes = 1536;
 
-// Returns the number of rows of weights that are read side by side. One stream has too few loads in flight: 8 streams
-// read 39 GB/s where one reads 31 (Zen 4, two cores); 6 read 2 to 5 % more than 8, and 4 rows have registers for 6.
-// Several rows need 12 sums, or FMAs wait for each other: 4 rows of int8 reach 77 of 104 GFLOP/s, with 8 sums 62 (Zen 3,
-// one core).
-constexpr int streams_beside(int rows) {
-  if (kRegisters == 32) return 6;
-  return rows == 1 ? 8 : 12 / rows;
-}
-
 constexpr int kRowsAtOnce = 4;
 
 // The weights to fetch while rows are multiplied. Several passes of rows over the same weights share the fetching of the
@@ -40,59 +31,79 @@ struct Ahead {
   int64_t step = 0;         // Elements for each vector that is multiplied.
 };
 
-// sums[row, output * spacing] = x[row] . w[output * spacing] for some rows of x and some outputs.
-template <typename W, int rows, int outputs, bool fetch>
-inline void dot_tile(const float* x, const W* w, int64_t inputs, int64_t spacing, Ahead<W> ahead, float* sums,
-                     int64_t stride) {
-  Floats total[rows][outputs] = {};
-  int64_t k = 0;
-  auto add = [&](auto load_x, auto load_w) __attribute__((always_inline)) {
-    // The fewer operands stay in registers beside the sums, and the others pass through one.
-    if constexpr (kRegisters < 32 && outputs < rows) {
-      Floats ws[outputs];
+// How a tile is multiplied: some rows of x and some outputs. Others are in linear_integers.h. Each has
+//
+//   X, Weight   the elements of x as it is packed, and of weights
+//   kInputs     the inputs of a vector
+//   streams     the number of rows of weights that are read side by side
+//   tile        sums[row, output * spacing] = x[row] . w[output * spacing]
+template <typename W>
+struct FloatDots {
+  using X = float;
+  using Weight = W;
+  static constexpr int kInputs = kLanes;
+
+  // One stream has too few loads in flight: 8 streams read 39 GB/s where one reads 31 (Zen 4, two cores); 6 read 2 to 5 %
+  // more than 8, and 4 rows have registers for 6. Several rows need 12 sums, or FMAs wait for each other: 4 rows
+  // reach 77 of 104 GFLOP/s, with 8 sums 62 (Zen 3, one core).
+  static constexpr int streams(int rows) {
+    if (kRegisters == 32) return 6;
+    return rows == 1 ? 8 : 12 / rows;
+  }
+
+  template <int rows, int outputs, bool fetch>
+  static inline void tile(const float* x, int64_t x_stride, const W* w, int64_t inputs, int64_t spacing, Ahead<W> ahead,
+                          float* sums, int64_t stride) {
+    Floats total[rows][outputs] = {};
+    int64_t k = 0;
+    auto add = [&](auto load_x, auto load_w) __attribute__((always_inline)) {
+      // The fewer operands stay in registers beside the sums, and the others pass through one.
+      if constexpr (kRegisters < 32 && outputs < rows) {
+        Floats ws[outputs];
+#pragma GCC unroll 16
+        for (int o = 0; o < outputs; ++o) {
+          ws[o] = load_w(w + o * spacing * inputs + k);
+          if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+          Floats some = load_x(x + r * x_stride + k);
+#pragma GCC unroll 16
+          for (int o = 0; o < outputs; ++o) total[r][o] = multiply_add(some, ws[o], total[r][o]);
+        }
+        return;
+      }
+      Floats xs[rows];
+#pragma GCC unroll 16
+      for (int r = 0; r < rows; ++r) xs[r] = load_x(x + r * x_stride + k);
 #pragma GCC unroll 16
       for (int o = 0; o < outputs; ++o) {
-        ws[o] = load_w(w + o * spacing * inputs + k);
+        Floats weight = load_w(w + o * spacing * inputs + k);
         if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) total[r][o] = multiply_add(xs[r], weight, total[r][o]);
       }
+    };
+    for (; k + kLanes <= inputs; k += kLanes, ahead.from += ahead.step)
+      add([](const float* from) __attribute__((always_inline)) { return load(from); },
+          [](const W* from) __attribute__((always_inline)) { return load(from); });
+    if (int64_t rest = inputs - k)
+      add([rest](const float* from) __attribute__((always_inline)) { return load_first(from, rest); },
+          [rest](const W* from) __attribute__((always_inline)) { return load_first(from, rest); });
 #pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) {
-        Floats some = load_x(x + r * inputs + k);
+    for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 16
-        for (int o = 0; o < outputs; ++o) total[r][o] = multiply_add(some, ws[o], total[r][o]);
-      }
-      return;
-    }
-    Floats xs[rows];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) xs[r] = load_x(x + r * inputs + k);
-#pragma GCC unroll 16
-    for (int o = 0; o < outputs; ++o) {
-      Floats weight = load_w(w + o * spacing * inputs + k);
-      if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
-#pragma GCC unroll 16
-      for (int r = 0; r < rows; ++r) total[r][o] = multiply_add(xs[r], weight, total[r][o]);
-    }
-  };
-  for (; k + kLanes <= inputs; k += kLanes, ahead.from += ahead.step)
-    add([](const float* from) __attribute__((always_inline)) { return load(from); },
-        [](const W* from) __attribute__((always_inline)) { return load(from); });
-  if (int64_t rest = inputs - k)
-    add([rest](const float* from) __attribute__((always_inline)) { return load_first(from, rest); },
-        [rest](const W* from) __attribute__((always_inline)) { return load_first(from, rest); });
-#pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 16
-    for (int o = 0; o < outputs; ++o) sums[r * stride + o * spacing] = sum(total[r][o]);
-}
+      for (int o = 0; o < outputs; ++o) sums[r * stride + o * spacing] = sum(total[r][o]);
+  }
+};
 
 // Does the same for `streams` outputs, all in one tile, or one after the other.
-template <typename W, int rows>
-inline void dot_streams(const float* x, const W* w, int64_t inputs, int64_t spacing, int64_t streams, Ahead<W> ahead,
-                        float* sums, int64_t stride) {
-  constexpr int kMost = streams_beside(rows), kMany = streams_beside(kRowsAtOnce);
+template <typename Dots, int rows>
+inline void dot_streams(const typename Dots::X* x, int64_t x_stride, const typename Dots::Weight* w, int64_t inputs,
+                        int64_t spacing, int64_t streams, Ahead<typename Dots::Weight> ahead, float* sums, int64_t stride) {
+  constexpr int kMost = Dots::streams(rows), kMany = Dots::streams(kRowsAtOnce);
   auto run = [&](auto count, auto fetch) {
-    dot_tile<W, rows, count.value, fetch.value>(x, w, inputs, spacing, ahead, sums, stride);
+    Dots::template tile<rows, count.value, fetch.value>(x, x_stride, w, inputs, spacing, ahead, sums, stride);
   };
   using Fetch = std::bool_constant<true>;
   using Not = std::bool_constant<false>;
@@ -101,20 +112,22 @@ inline void dot_streams(const float* x, const W* w, int64_t inputs, int64_t spac
   if (streams == kMany && ahead.from) return run(std::integral_constant<int, kMany>{}, Fetch{});
   if (streams == kMany) return run(std::integral_constant<int, kMany>{}, Not{});
   for (; streams > 0; --streams, w += spacing * inputs, sums += spacing)
-    dot_tile<W, rows, 1, false>(x, w, inputs, spacing, ahead, sums, stride);
+    Dots::template tile<rows, 1, false>(x, x_stride, w, inputs, spacing, ahead, sums, stride);
 }
 
 // Does the same for any number of rows. `next`, the next outputs of the same streams, are fetched meanwhile if not null.
-template <typename W>
-inline void dot_rows(const float* x, int64_t rows, const W* w, int64_t inputs, int64_t spacing, int64_t streams,
-                     const W* next, float* sums, int64_t stride) {
+template <typename Dots>
+inline void dot_rows(const typename Dots::X* x, int64_t rows, int64_t x_stride, const typename Dots::Weight* w,
+                     int64_t inputs, int64_t spacing, int64_t streams, const typename Dots::Weight* next, float* sums,
+                     int64_t stride) {
+  using W = typename Dots::Weight;
   int64_t passes = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   for (int64_t pass = 0; pass < passes; ++pass) {
     Ahead<W> ahead;
-    if (passes > 1 && next) ahead = {next + inputs * pass / passes, kLanes / passes};
-    if (passes == 1 && rows > 2) ahead = {w + kFetchBytes / static_cast<int64_t>(sizeof(W)), kLanes};
+    if (passes > 1 && next) ahead = {next + inputs * pass / passes, Dots::kInputs / passes};
+    if (passes == 1 && rows > 2) ahead = {w + kFetchBytes / static_cast<int64_t>(sizeof(W)), Dots::kInputs};
     auto run = [&](auto count) {
-      dot_streams<W, count.value>(x, w, inputs, spacing, streams, ahead, sums, stride);
+      dot_streams<Dots, count.value>(x, x_stride, w, inputs, spacing, streams, ahead, sums, stride);
     };
     switch (rows - pass * kRowsAtOnce) {
       case 1: run(std::integral_constant<int, 1>{}); break;
@@ -122,33 +135,34 @@ inline void dot_rows(const float* x, int64_t rows, const W* w, int64_t inputs, i
       case 3: run(std::integral_constant<int, 3>{}); break;
       default: run(std::integral_constant<int, kRowsAtOnce>{}); break;
     }
-    x += kRowsAtOnce * inputs;
+    x += kRowsAtOnce * x_stride;
     sums += kRowsAtOnce * stride;
   }
 }
 
 // Returns how many streams a product of `rows` rows reads.
+template <typename Dots>
 inline int64_t dot_streams_of(int64_t rows) {
   switch (rows) {
-    case 1: return streams_beside(1);
-    case 2: return streams_beside(2);
-    case 3: return streams_beside(3);
-    default: return streams_beside(kRowsAtOnce);
+    case 1: return Dots::streams(1);
+    case 2: return Dots::streams(2);
+    case 3: return Dots::streams(3);
+    default: return Dots::streams(kRowsAtOnce);
   }
 }
 
 // sums[row, output] = x[row] . w[output] for `count` consecutive outputs; a stream is one part of them.
-template <typename W>
-inline void dot_block(const float* x, int64_t rows, const W* w, int64_t inputs, int64_t count, float* sums,
-                      int64_t stride) {
-  int64_t streams = dot_streams_of(rows);
+template <typename Dots>
+inline void dot_block(const typename Dots::X* x, int64_t rows, int64_t x_stride, const typename Dots::Weight* w,
+                      int64_t inputs, int64_t count, float* sums, int64_t stride) {
+  int64_t streams = dot_streams_of<Dots>(rows);
   int64_t spacing = count / streams;
   for (int64_t j = 0; j < spacing; ++j)
-    dot_rows(x, rows, w + j * inputs, inputs, spacing, streams, j + 1 < spacing ? w + (j + 1) * inputs : nullptr,
-             sums + j, stride);
+    dot_rows<Dots>(x, rows, x_stride, w + j * inputs, inputs, spacing, streams,
+                   j + 1 < spacing ? w + (j + 1) * inputs : nullptr, sums + j, stride);
   int64_t done = spacing * streams;
   if (done < count)
-    dot_rows<W>(x, rows, w + done * inputs, inputs, 1, count - done, nullptr, sums + done, stride);
+    dot_rows<Dots>(x, rows, x_stride, w + done * inputs, inputs, 1, count - done, nullptr, sums + done, stride);
 }
 
 // Returns the outputs of a block: streams of kStreamBytes, or less if the threads would not have a few blocks each.

@@ -1,14 +1,14 @@
 // Lanes are inputs, as in linear_dot.h: x is rounded and stored row by row, and weights are read in place, once for all
-// rows. A tile has few rows and outputs, whose sums are in registers. int8 weights become bfloat16 in registers; the first
-// tile keeps them in L1 for the tiles of the other rows, and among many rows bfloat16 weights, too:
+// rows. A tile has few rows and outputs, whose sums are in registers. Among many rows the first tile keeps weights in L1
+// for the tiles of the other rows:
 //
-//   rows 0 .. 3: int8 -> bfloat16, kept     rows 4 .. 7, 8 .. 11, ...: what was kept     then the next 4 outputs
+//   rows 0 .. 3: from memory, kept     rows 4 .. 7, 8 .. 11, ...: what was kept     then the next 4 outputs
 //
 // Each pair of row and output has one accumulator. It is filled in steps of 64 inputs and summed in a fixed order, in
 // every tile and for any number of rows.
 //
 // On a core of Zen 4 at 3.7 GHz, whose limit is 118 G terms a second (FMA: 59), products of 2048 x 8192 compute 84 G with
-// 16 rows and 100 (bfloat16) or 103 G (int8) with 512; of 768 x 3072, 98 and 102.
+// 16 rows and 100 with 512; of 768 x 3072, 98 and 102.
 #include "linear_dot_bf16.h"
 
 #include <atomic>
@@ -29,10 +29,10 @@ bool linear_by_bf16_dots(const Linear&) { return false; }
 
 namespace {
 
-#define PREJIT_BF16 __attribute__((target("avx512bf16,avx512vbmi"), noinline))
-#define PREJIT_BF16_INLINE inline __attribute__((target("avx512bf16,avx512vbmi"), always_inline))
+#define PREJIT_BF16 __attribute__((target("avx512bf16"), noinline))
+#define PREJIT_BF16_INLINE inline __attribute__((target("avx512bf16"), always_inline))
 
-constexpr int64_t kStep = 64;  // Inputs: one vector of int8, two of bfloat16.
+constexpr int64_t kStep = 64;  // Inputs: two vectors.
 constexpr int kHalf = 32;      // Inputs of a vector of bfloat16.
 constexpr int kTileRows = 4;
 constexpr int kTileOutputs = 4;
@@ -50,79 +50,33 @@ constexpr int64_t kMostOutputs = 256;
 constexpr int64_t kMostSumBytes = 64 << 10;
 constexpr int64_t kMostPartialBytes = 256 << 10;
 
-// Rows from which on streams win nothing, and a tile's outputs lie beside each other: their sums are stored at once. On
-// Zen 5, 768 x 3072 in int8 takes 12 % less time with 128 rows, and would take a third more with 8.
+// Rows from which on streams win nothing, and a tile's outputs lie beside each other: their sums are stored at once.
 constexpr int64_t kManyRows = 64;
 
-// Returns the outputs of a tile. One or two rows of int8 need more streams from memory: a tile waits for its conversion,
-// too. So do 3 or 4 of bfloat16; with int8, 24 sums and the table of bytes would not fit the registers.
-constexpr int tile_outputs(int64_t rows, bool are_bytes) {
-  if (are_bytes) return rows <= 2 ? 8 : kTileOutputs;
-  return rows == 3 || rows == kTileRows ? 6 : kTileOutputs;
-}
+// Returns the outputs of a tile. 3 or 4 rows need more streams from memory.
+constexpr int tile_outputs(int64_t rows) { return rows == 3 || rows == kTileRows ? 6 : kTileOutputs; }
 
 // Returns the inputs of a chunk. One tile of rows reads x and W once, from wherever they are.
 int64_t inputs_at_once(int64_t rows, int64_t inputs) {
   return rows <= kTileRows && inputs > kInputsAtOnce ? inputs : kInputsAtOnce;
 }
 
-// 64 numbers as bfloat16. Those of int8 weights are in the order in which bytes are unpacked; x is stored in it, too.
+// 64 numbers as bfloat16.
 struct Numbers {
   __m512i first, second;
 };
 
-// The bytes of |w| as bfloat16, for int8 w. 128 has the place of 0, which is masked.
-struct Bytes {
-  alignas(64) uint8_t low[128] = {}, high[128] = {};
-  constexpr Bytes() {
-    for (int i = 0; i < 128; ++i) {
-      int value = i ? i : 128, exponent = 0;
-      while (value >> (exponent + 1)) ++exponent;
-      int bits = (127 + exponent) << 7 | (value << (7 - exponent) & 127);
-      low[i] = static_cast<uint8_t>(bits & 255), high[i] = static_cast<uint8_t>(bits >> 8);
-    }
-  }
-};
-constexpr Bytes kBytes;
-
-// kBytes in registers.
-struct Table {
-  __m512i low[2], high[2], sign;
-};
-
-PREJIT_BF16_INLINE Table load_table() {
-  return {{_mm512_load_si512(kBytes.low), _mm512_load_si512(kBytes.low + 64)},
-          {_mm512_load_si512(kBytes.high), _mm512_load_si512(kBytes.high + 64)},
-          _mm512_set1_epi8(-128)};
-}
-
-// Loads the weights of `some` of 64 inputs, and zeros. Conversion through float32 takes 12 instructions instead of 7.
-PREJIT_BF16_INLINE Numbers load_weights(const int8_t* from, __mmask64 some, const Table& table) {
-  __m512i w = _mm512_maskz_loadu_epi8(some, from), size = _mm512_abs_epi8(w);
-  __m512i low = _mm512_permutex2var_epi8(table.low[0], size, table.low[1]);
-  __m512i high = _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(w, w), table.high[0], size, table.high[1]);
-  high = _mm512_ternarylogic_epi32(high, w, table.sign, 0xF8);  // high | (w & sign)
-  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-}
-PREJIT_BF16_INLINE Numbers load_weights(const Bf16* from, __mmask64 some, const Table&) {
+// Loads the weights of `some` of 64 inputs, and zeros.
+PREJIT_BF16_INLINE Numbers load_weights(const Bf16* from, __mmask64 some) {
   return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>(some), from),
           _mm512_maskz_loadu_epi16(static_cast<__mmask32>(some >> 32), from + kHalf)};
 }
 
-// to[row] = x[row] for `rows` rows, rounded, padded with zeros to whole steps, in the order of the weights of a dtype.
-void pack_rows(const float* x, int64_t rows, int64_t inputs, bool are_bytes, uint16_t* to, int64_t stride) {
+// to[row] = x[row] for `rows` rows, rounded, padded with zeros to whole steps.
+void pack_rows(const float* x, int64_t rows, int64_t inputs, uint16_t* to, int64_t stride) {
   for (int64_t row = 0; row < rows; ++row, x += inputs, to += stride)
-    for (int64_t k = 0; k < inputs; k += kStep) {
-      __m512i first = reinterpret_cast<__m512i>(load_pairs(x + k, inputs - k));
-      __m512i second = reinterpret_cast<__m512i>(load_pairs(x + k + kHalf, inputs - k - kHalf));
-      if (are_bytes) {
-        __m512i even = _mm512_shuffle_i32x4(first, second, 0x88);
-        second = _mm512_shuffle_i32x4(first, second, 0xDD);
-        first = even;
-      }
-      _mm512_storeu_si512(to + k, first);
-      _mm512_storeu_si512(to + k + kHalf, second);
-    }
+    for (int64_t k = 0; k < parts_of(inputs, kStep) * kStep; k += kHalf)
+      _mm512_storeu_si512(to + k, reinterpret_cast<__m512i>(load_pairs(x + k, inputs - k)));
 }
 
 // to[i] = sum(v[i]) of 16 vectors, added in the order of sum() in simd.h.
@@ -146,16 +100,15 @@ PREJIT_BF16_INLINE void sum_each(const __m512 (&v)[16], float* to) {
 // Where the weights of a tile come from.
 enum class From {
   kMemory,         // Used once.
-  kMemoryAndKeep,  // Stored as bfloat16 for the tiles that follow.
+  kMemoryAndKeep,  // Stored for the tiles that follow.
   kKept,
 };
 
 // Some rows times some outputs, for `inputs` inputs.
-template <typename W>
 struct Tile {
   const uint16_t* x;
   int64_t x_stride;
-  const W* w;
+  const Bf16* w;
   int64_t w_stride;  // Elements from one output to the next.
   uint16_t* kept;
   int64_t inputs;
@@ -169,24 +122,23 @@ struct Tile {
 
 constexpr int64_t kKeptStride = kInputsAtOnce + kApart;
 
-template <typename W, int rows, int outputs, From from>
-PREJIT_BF16_INLINE void multiply_step(const Tile<W>& t, const uint16_t* const (&x)[rows], const W* const (&w)[outputs],
-                                      int64_t k, __mmask64 some, const Table& table, const char* ahead,
-                                      __m512 (&total)[rows][outputs]) {
+template <int rows, int outputs, From from>
+PREJIT_BF16_INLINE void multiply_step(const Tile& t, const uint16_t* const (&x)[rows], const Bf16* const (&w)[outputs],
+                                      int64_t k, __mmask64 some, const char* ahead, __m512 (&total)[rows][outputs]) {
   Numbers weights[outputs];
 #pragma GCC unroll 8
   for (int o = 0; o < outputs; ++o) {
     uint16_t* kept = t.kept + o * kKeptStride + k;
     if (ahead) {
-      const char* line = ahead + o * t.w_stride * static_cast<int64_t>(sizeof(W));
+      const char* line = ahead + o * t.w_stride * static_cast<int64_t>(sizeof(Bf16));
       __builtin_prefetch(line, 0, 2);
-      if (sizeof(W) > 1 && t.ahead_bytes > 64) __builtin_prefetch(line + 64, 0, 2);
+      if (t.ahead_bytes > 64) __builtin_prefetch(line + 64, 0, 2);
     }
     if (from == From::kKept) {
       weights[o] = {_mm512_loadu_si512(kept), _mm512_loadu_si512(kept + kHalf)};
       continue;
     }
-    weights[o] = load_weights(w[o] + k, some, table);
+    weights[o] = load_weights(w[o] + k, some);
     if (from == From::kMemoryAndKeep) {
       _mm512_storeu_si512(kept, weights[o].first);
       _mm512_storeu_si512(kept + kHalf, weights[o].second);
@@ -204,10 +156,9 @@ PREJIT_BF16_INLINE void multiply_step(const Tile<W>& t, const uint16_t* const (&
     }
 }
 
-template <typename W, int rows, int outputs, From from>
-PREJIT_BF16 void multiply_tile(const Tile<W>& t) {
+template <int rows, int outputs, From from>
+PREJIT_BF16 void multiply_tile(const Tile& t) {
   constexpr int kSums = rows * outputs;
-  const Table table = load_table();  // Not used, and so not loaded, unless int8 comes from memory.
   __m512 total[rows][outputs];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r)
@@ -215,7 +166,7 @@ PREJIT_BF16 void multiply_tile(const Tile<W>& t) {
     for (int o = 0; o < outputs; ++o)
       total[r][o] = t.begins ? _mm512_setzero_ps() : _mm512_loadu_ps(t.partial + (r * outputs + o) * kLanes);
   const uint16_t* x[rows];
-  const W* w[outputs];
+  const Bf16* w[outputs];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r) x[r] = t.x + r * t.x_stride;
 #pragma GCC unroll 8
@@ -223,13 +174,13 @@ PREJIT_BF16 void multiply_tile(const Tile<W>& t) {
   int64_t k = 0;
   if (const char* ahead = t.ahead) {
     for (; k + kStep <= t.inputs; k += kStep, ahead += t.ahead_bytes)
-      multiply_step<W, rows, outputs, from>(t, x, w, k, ~__mmask64{0}, table, ahead, total);
+      multiply_step<rows, outputs, from>(t, x, w, k, ~__mmask64{0}, ahead, total);
   } else {
     for (; k + kStep <= t.inputs; k += kStep)
-      multiply_step<W, rows, outputs, from>(t, x, w, k, ~__mmask64{0}, table, nullptr, total);
+      multiply_step<rows, outputs, from>(t, x, w, k, ~__mmask64{0}, nullptr, total);
   }
   if (int64_t rest = t.inputs - k)
-    multiply_step<W, rows, outputs, from>(t, x, w, k, (__mmask64{1} << rest) - 1, table, nullptr, total);
+    multiply_step<rows, outputs, from>(t, x, w, k, (__mmask64{1} << rest) - 1, nullptr, total);
   if (!t.ends) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
@@ -257,13 +208,11 @@ PREJIT_BF16 void multiply_tile(const Tile<W>& t) {
   }
 }
 
-template <typename W, int outputs, From from>
-void multiply_rows(const Tile<W>& t, int64_t rows) {
-  if constexpr (outputs < tile_outputs(1, true)) {
-    if (rows >= kTileRows) return multiply_tile<W, kTileRows, outputs, from>(t);
-    if (rows == 3) return multiply_tile<W, 3, outputs, from>(t);
-  }
-  return rows == 2 ? multiply_tile<W, 2, outputs, from>(t) : multiply_tile<W, 1, outputs, from>(t);
+template <int outputs, From from>
+void multiply_rows(const Tile& t, int64_t rows) {
+  if (rows >= kTileRows) return multiply_tile<kTileRows, outputs, from>(t);
+  if (rows == 3) return multiply_tile<3, outputs, from>(t);
+  return rows == 2 ? multiply_tile<2, outputs, from>(t) : multiply_tile<1, outputs, from>(t);
 }
 
 // Rows of x, packed.
@@ -281,10 +230,10 @@ struct Memory {
 };
 
 // sums[row, output * spacing] = x[row] . w[output * spacing] for all rows, some outputs and the inputs of a chunk.
-template <typename W, int outputs>
-void dot_outputs(const PackedRows& x, const W* w, int64_t spacing, int64_t k, int64_t inputs, const Memory& memory,
+template <int outputs>
+void dot_outputs(const PackedRows& x, const Bf16* w, int64_t spacing, int64_t k, int64_t inputs, const Memory& memory,
                  float* partial, float* sums, int64_t stride) {
-  int64_t passes = parts_of(x.rows, kTileRows), bytes = sizeof(W);
+  int64_t passes = parts_of(x.rows, kTileRows), bytes = sizeof(Bf16);
   bool are_many = x.rows >= kManyRows;
   // The passes share the fetching of the weights that follow; one pass fetches its own. Few fetch in each of their steps,
   // many between two passes.
@@ -296,25 +245,25 @@ void dot_outputs(const PackedRows& x, const W* w, int64_t spacing, int64_t k, in
     int64_t row = pass * kTileRows;
     for (int64_t line = pass * lines; line < (pass + 1) * lines; ++line)
       for (int o = 0; o < outputs; ++o) __builtin_prefetch(next_tile + o * x.inputs * bytes + line * 64, 0, 2);
-    Tile<W> tile = {x.data + row * x.stride + k, x.stride, w + k, spacing * x.inputs, memory.kept, inputs,
+    Tile tile = {x.data + row * x.stride + k, x.stride, w + k, spacing * x.inputs, memory.kept, inputs,
                     k == 0, k + inputs == x.inputs, partial + row * outputs * kLanes, sums + row * stride,
                     stride, spacing, next ? next + inputs * bytes * pass / passes : nullptr, kStep * bytes / passes};
     if constexpr (outputs <= kTileOutputs) {
-      if (are_many || (sizeof(W) == 1 && passes > 1)) {
+      if (are_many) {
         if (pass == 0)
-          multiply_tile<W, kTileRows, outputs, From::kMemoryAndKeep>(tile);
+          multiply_tile<kTileRows, outputs, From::kMemoryAndKeep>(tile);
         else
-          multiply_rows<W, outputs, From::kKept>(tile, x.rows - row);
+          multiply_rows<outputs, From::kKept>(tile, x.rows - row);
         continue;
       }
     }
-    multiply_rows<W, outputs, From::kMemory>(tile, x.rows - row);
+    multiply_rows<outputs, From::kMemory>(tile, x.rows - row);
   }
 }
 
 // sums[row, output] = x[row] . w[output] for `count` consecutive outputs; a tile's outputs are streams, as in linear_dot.h.
-template <typename W, int outputs>
-void dot_block(const PackedRows& x, const W* w, int64_t count, const Memory& memory, float* sums, int64_t stride) {
+template <int outputs>
+void dot_block(const PackedRows& x, const Bf16* w, int64_t count, const Memory& memory, float* sums, int64_t stride) {
   int64_t spacing = count / outputs, done = spacing * outputs;
   bool are_adjacent = x.rows >= kManyRows;
   int64_t at_once = inputs_at_once(x.rows, x.inputs);
@@ -323,29 +272,19 @@ void dot_block(const PackedRows& x, const W* w, int64_t count, const Memory& mem
     int64_t inputs = least(x.inputs - k, at_once);
     for (int64_t j = 0; j < spacing; ++j) {
       int64_t first = j * (are_adjacent ? outputs : 1);
-      dot_outputs<W, outputs>(x, w + first * x.inputs, are_adjacent ? 1 : spacing, k, inputs, memory,
+      dot_outputs<outputs>(x, w + first * x.inputs, are_adjacent ? 1 : spacing, k, inputs, memory,
                               memory.partial + j * outputs * output_floats, sums + first, stride);
     }
     for (int64_t j = done; j < count; ++j)
-      dot_outputs<W, 1>(x, w + j * x.inputs, 1, k, inputs, memory, memory.partial + j * output_floats, sums + j, stride);
-  }
-}
-
-template <typename W>
-void dot_block(const PackedRows& x, const W* w, int64_t count, const Memory& memory, float* sums, int64_t stride) {
-  switch (tile_outputs(x.rows, sizeof(W) == 1)) {
-    case 8: return dot_block<W, 8>(x, w, count, memory, sums, stride);
-    case 6: return dot_block<W, 6>(x, w, count, memory, sums, stride);
-    default: return dot_block<W, kTileOutputs>(x, w, count, memory, sums, stride);
+      dot_outputs<1>(x, w + j * x.inputs, 1, k, inputs, memory, memory.partial + j * output_floats, sums + j, stride);
   }
 }
 
 void dot_block(const PackedRows& x, const Weights& weights, int64_t output, int64_t count, const Memory& memory,
                float* sums, int64_t stride) {
-  int64_t at = output * x.inputs;
-  if (weights.dtype == Dtype::kInt8)
-    return dot_block(x, static_cast<const int8_t*>(weights.data) + at, count, memory, sums, stride);
-  dot_block(x, static_cast<const Bf16*>(weights.data) + at, count, memory, sums, stride);
+  const Bf16* w = static_cast<const Bf16*>(weights.data) + output * x.inputs;
+  auto run = tile_outputs(x.rows) == kTileOutputs ? dot_block<kTileOutputs> : dot_block<6>;
+  run(x, w, count, memory, sums, stride);
 }
 
 // Returns this thread's memory for blocks of `size` outputs, with null pointers if memory is exhausted.
@@ -362,12 +301,10 @@ Memory memory_of(const Linear& p, int64_t rows, int64_t size) {
 
 // Computes the rows of y that x has.
 bool multiply_all(const Linear& p, const PackedRows& x) {
-  bool are_bytes = p.weights.dtype == Dtype::kInt8;
   bool has_chunks = inputs_at_once(x.rows, p.inputs) < p.inputs;
   int64_t most_sums = has_chunks ? kMostPartialBytes / 64 : kMostSumBytes / 4;
   int64_t most = least(kMostOutputs, most_sums / x.rows);
-  int64_t size =
-      dot_block_outputs(tile_outputs(x.rows, are_bytes), p.inputs * (are_bytes ? 1 : 2), p.outputs, threads(), most);
+  int64_t size = dot_block_outputs(tile_outputs(x.rows), p.inputs * 2, p.outputs, threads(), most);
   std::atomic<bool> has_memory{true};
   parallel_for(parts_of(p.outputs, size), [&](int64_t block) {
     Memory memory = memory_of(p, x.rows, size);
@@ -394,8 +331,7 @@ bool linear_by_bf16_dots(const Linear& p) {
     PackedRows x = {row, least(p.rows - row, at_once), p.inputs, stride, data};
     parallel_for(parts_of(x.rows, kTileRows), [&](int64_t tile) {
       int64_t first = tile * kTileRows;
-      pack_rows(p.x + (row + first) * p.inputs, least(x.rows - first, kTileRows), p.inputs,
-                p.weights.dtype == Dtype::kInt8, data + first * stride, stride);
+      pack_rows(p.x + (row + first) * p.inputs, least(x.rows - first, kTileRows), p.inputs, data + first * stride, stride);
     });
     if (!multiply_all(p, x)) return false;
   }

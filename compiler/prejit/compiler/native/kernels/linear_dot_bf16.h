@@ -5,7 +5,7 @@
 
 namespace prejit {
 
-// Does what linear() does for bfloat16 or int8 weights where the multiplier is kAvx512Bf16. The result of a row does not
+// Does what linear() does for bfloat16 weights where the multiplier is kAvx512Bf16. The result of a row does not
 // depend on the other rows, nor on their number. Returns false if memory is exhausted.
 bool linear_by_bf16_dots(const Linear& p);
 

@@ -3,8 +3,7 @@
 //
 //   W [64 outputs, K] -> [K / 4][64][4]     then rows 0 .. 5, 6 .. 11, ...: x[row, 4 k .. 4 k + 3] is one broadcast
 //
-// x = s (q + zero), q from -127 to 127, so that what an activation leaves on one side of 0 has all steps. If a few numbers
-// of a row are much larger than the others, which would get few steps, it is multiplied twice: what q leaves is s r / 254.
+// Few rows of fixed-point numbers read W in place instead (linear_fixed_dots.h).
 //
 // The instruction multiplies bytes without a sign by bytes with one, so 128 is added to weights. Sums begin at what that
 // adds, and at the zero of a row times the sum of an output's weights. Without that instruction x and the strip are widened
@@ -13,29 +12,14 @@
 
 #include <atomic>
 
+#include "linear_amx.h"
+#include "linear_digits.h"
 #include "linear_finish.h"
-#include "linear_multiplier.h"
-#include "threads.h"
+#include "linear_fixed_dots.h"
 #include "transpose.h"
 
 namespace prejit {
 namespace {
-
-#if defined(PREJIT_HAS_VNNI)
-#if defined(__AVX512F__)
-#define PREJIT_VNNI "avx512vnni"
-using Bytes = __m512i;
-#define PREJIT_ADD_DOTS _mm512_dpbusd_epi32
-#else
-#define PREJIT_VNNI "avxvnni"
-using Bytes = __m256i;
-#define PREJIT_ADD_DOTS _mm256_dpbusd_avx_epi32
-#endif
-inline __attribute__((target(PREJIT_VNNI), always_inline)) Ints add_dots(Ints to, Ints w, Ints x) {
-  return reinterpret_cast<Ints>(
-      PREJIT_ADD_DOTS(reinterpret_cast<Bytes>(to), reinterpret_cast<Bytes>(w), reinterpret_cast<Bytes>(x)));
-}
-#endif
 
 // The sums, a row's broadcast, a strip's vectors and a product are in registers: GCC spills 5 x 2, and 4 x 2 is a tenth slower.
 constexpr int kTileRows = kRegisters == 32 ? 6 : 3;
@@ -50,78 +34,12 @@ constexpr int64_t kBlockRows = 8 * kTileRows;
 constexpr int64_t kRowBytes = 4 << 20;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
-// The range of a row has so many steps. 0 lies on one; rounding the range's ends may take one more.
-constexpr float kSteps = 253;
-// A row whose numbers have a mean size of fewer steps has second digits, in so many parts of a step. One digit has an error
-// of at most 1 / (16 sqrt(12)) = 1.8 % then; normally distributed numbers have 30 steps and 0.7 %, as int8 weights have. A root
-// mean square would not show that some large channels, beside small weights, leave the others few steps.
-constexpr int64_t kFewSteps = 16;
-constexpr float kDigit = 254;
-// A smaller range of a row is taken for this one, because the number of steps divided by it would not be finite.
-constexpr float kLeastRange = 1e-35f;
 // Sums of more products might not fit 32 bits.
 constexpr int64_t kMostInputs = 1 << 16;
 
-PREJIT_INLINE Ints nearest(Floats v) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<Ints>(_mm512_cvtps_epi32(v));
-#elif defined(__AVX2__)
-  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(v));
-#else
-  return reinterpret_cast<Ints>(_mm_cvtps_epi32(v));
-#endif
-}
-PREJIT_INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
-
-// Multiplies pairs of 16 bits and adds the two products of a lane.
-PREJIT_INLINE Ints dots_of_pairs(Ints a, Ints b) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<Ints>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-#elif defined(__AVX2__)
-  return reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-#else
-  return reinterpret_cast<Ints>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
-#endif
-}
-
-PREJIT_INLINE Floats load_some(const float* from, int64_t count) {
-  return count >= kLanes ? load(from) : count > 0 ? load_first(from, count) : Floats{};
-}
-
-// In each four: 0 2 1 3, as weights are widened.
-PREJIT_INLINE Ints in_order_of_pairs(Ints v) {
-  constexpr int kOrder = _MM_SHUFFLE(3, 1, 2, 0);
-  Floats bits = reinterpret_cast<Floats>(v);
-#if defined(__AVX512F__)
-  return reinterpret_cast<Ints>(_mm512_shuffle_ps(bits, bits, kOrder));
-#elif defined(__AVX2__)
-  return reinterpret_cast<Ints>(_mm256_shuffle_ps(bits, bits, kOrder));
-#else
-  return reinterpret_cast<Ints>(_mm_shuffle_ps(bits, bits, kOrder));
-#endif
-}
-
-// Stores digits of a row as bytes, which only CPUs with VNNI multiply, or as 16 bits.
-PREJIT_INLINE void store_digits(Ints q, int64_t k, bool are_bytes, char* to) {
-  using Shorts = VectorOf<int16_t, kLanes>::type;
-  if (are_bytes) {
-#if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(q)));
-#elif defined(__AVX2__)
-    __m128i shorts = reinterpret_cast<__m128i>(__builtin_convertvector(q, Shorts));
-    _mm_storeu_si64(to + k, _mm_packs_epi16(shorts, shorts));
-#endif
-    return;
-  }
-  Shorts shorts = __builtin_convertvector(in_order_of_pairs(q), Shorts);
-  memcpy(to + 2 * k, &shorts, sizeof shorts);
-}
-
-// A row of digits: y += factor * ((digits + zero) . weights). `begin` is where its sums begin for any output.
-struct Digits {
-  float factor;
-  int32_t begin, zero;
-};
+// Fewer rows than these read W in place: to copy a strip takes as long as to multiply it with so many rows.
+constexpr int64_t kFewestStripRows = 24;
+constexpr int64_t kDotOutputs = 128;  // Maximum of a block.
 
 // Some rows of x as digits, behind them second digits of some of them. Memory has room for all.
 struct RowBlock {
@@ -129,54 +47,6 @@ struct RowBlock {
   Digits digits[2 * kBlockRows];
   int64_t second[kBlockRows];  // The row of the second digits of a row, or 0.
 };
-
-PREJIT_INLINE int64_t total(Ints v) {
-  int64_t sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
-}
-
-// Rounds a row to `to`, and returns whether it needs second digits. A row that is not finite gets a factor that is NaN.
-bool round_row(const float* x, int64_t inputs, bool are_bytes, char* to, Digits& digits, float& inverse) {
-  Floats low = {}, high = {};
-  Ints size = {};
-  for (int64_t k = 0; k < inputs; k += kLanes) {
-    Floats v = load_some(x + k, inputs - k);
-    Ints bits = reinterpret_cast<Ints>(v) & 0x7FFFFFFF;  // in the order of sizes, and above all of them infinity and NaN
-    size = bits > size ? bits : size;
-    low = v < low ? v : low, high = v > high ? v : high;
-  }
-  float least_x = 0, largest_x = 0;
-  bool is_finite = true;
-  for (int i = 0; i < kLanes; ++i) {
-    is_finite = is_finite && size[i] < 0x7F800000;
-    least_x = low[i] < least_x ? low[i] : least_x, largest_x = high[i] > largest_x ? high[i] : largest_x;
-  }
-  float half = largest_x / 2 - least_x / 2;  // The whole range may not be finite.
-  bool is_small = half < kLeastRange / 2;
-  if (is_small) half = kLeastRange / 2;
-  inverse = kSteps / 2 / half;
-  int32_t zero = is_finite ? 127 + nearest(splat(least_x * inverse))[0] : 0;
-  Ints sum = {}, sizes = {};
-  for (int64_t k = 0; k < inputs; k += kLanes) {
-    Ints steps = is_finite ? nearest(load_some(x + k, inputs - k) * inverse) : Ints{}, q = steps - zero;
-    sum = sum + q, sizes = sizes + (steps < 0 ? -steps : steps);
-    store_digits(q, k, are_bytes, to);
-  }
-  digits = {is_finite ? half / (kSteps / 2) : __builtin_nanf(""), are_bytes ? static_cast<int32_t>(-128 * total(sum)) : 0, zero};
-  return is_finite && !is_small && total(sizes) < kFewSteps * inputs;
-}
-
-void round_rest(const float* x, int64_t inputs, bool are_bytes, char* to, const Digits& of, float inverse, Digits& digits) {
-  Ints sum = {};
-  for (int64_t k = 0; k < inputs; k += kLanes) {
-    Floats v = load_some(x + k, inputs - k) * inverse;
-    Ints q = nearest((v - to_floats(nearest(v))) * kDigit);
-    sum = sum + q;
-    store_digits(q, k, are_bytes, to);
-  }
-  digits = {of.factor / kDigit, are_bytes ? static_cast<int32_t>(-128 * total(sum)) : 0, 0};
-}
 
 // The steps of a strip, of 32 bits of each output. Rows of digits have whole vectors.
 int64_t steps_of(int64_t inputs, bool are_bytes) { return parts_of(inputs, kLanes) * (kLanes / kStep) * (are_bytes ? 1 : 2); }
@@ -252,7 +122,7 @@ struct Tile {
   const int32_t* strip;
   int64_t steps;
   const Digits* digits;
-  float* sums;  // [rows, kStripOutputs]
+  int32_t* sums;  // [rows, kStripOutputs]
 };
 
 template <int rows>
@@ -271,8 +141,7 @@ PREJIT_INLINE void end(const Tile& t, const Ints (&sums)[rows][kVectors]) {
 #pragma GCC unroll 8
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v)
-      store(t.sums + r * kStripOutputs + v * kLanes, to_floats(sums[r][v]) * t.digits[r].factor);
+    for (int v = 0; v < kVectors; ++v) memcpy(t.sums + r * kStripOutputs + v * kLanes, &sums[r][v], sizeof sums[r][v]);
 }
 
 #if defined(PREJIT_HAS_VNNI)
@@ -340,7 +209,7 @@ struct PackedRows {
   int64_t first, rows;
   int64_t block_rows;
   int64_t stride;
-  bool are_bytes;
+  bool are_bytes, are_fixed;
   RowBlock* blocks;
   char* data;
 
@@ -352,9 +221,17 @@ void round_block(const Linear& p, const PackedRows& x, int64_t index) {
   RowBlock& block = x.blocks[index];
   int64_t first = index * x.block_rows;
   block.rows = block.count = least(x.rows - first, x.block_rows);
+  if (x.are_fixed && x.are_bytes) block.count *= 2;
   char* to = x.of_block(index);
   for (int64_t r = 0; r < block.rows; ++r) {
     const float* from = p.x + (x.first + first + r) * p.inputs;
+    if (x.are_fixed) {
+      int64_t at = block.second[r] = block.rows + r;
+      int32_t sums[2];
+      float factor = round_fixed(from, p.inputs, x.are_bytes, true, to + r * x.stride, to + at * x.stride, sums);
+      block.digits[r] = {factor, -128 * sums[0], 0}, block.digits[at] = {factor, -128 * sums[1], 0};
+      continue;
+    }
     float inverse;
     block.second[r] = 0;
     if (!round_row(from, p.inputs, x.are_bytes, to + r * x.stride, block.digits[r], inverse)) continue;
@@ -363,50 +240,88 @@ void round_block(const Linear& p, const PackedRows& x, int64_t index) {
   }
 }
 
-// sums = the products of a block with a strip.
-void multiply_block(const PackedRows& x, int64_t index, const int32_t* strip, int64_t steps, float* sums) {
+// Some steps of a strip, of each of its outputs.
+struct Strip {
+  const int32_t* data;
+  int64_t first, steps;
+};
+
+// sums = the products of the digits of a block with a strip.
+void multiply_digits(const PackedRows& x, int64_t index, const Strip& strip, int32_t* sums) {
   const RowBlock& block = x.blocks[index];
+  const char* from = x.of_block(index) + strip.first * kStep;
   for (int64_t r = 0; r < block.count; r += kTileRows) {
-    Tile tile = {x.of_block(index) + r * x.stride, x.stride, strip, steps, block.digits + r, sums + r * kStripOutputs};
+    Tile tile = {from + r * x.stride, x.stride, strip.data + strip.first * kStripOutputs, strip.steps,
+                 block.digits + r, sums + r * kStripOutputs};
     multiply(tile, least(block.count - r, kTileRows), x.are_bytes);
   }
-  for (int64_t r = 0; r < block.rows; ++r)
-    if (int64_t at = block.second[r])
-      for (int64_t i = 0; i < kStripOutputs; ++i) sums[r * kStripOutputs + i] += sums[at * kStripOutputs + i];
+}
+
+// The same for fixed-point numbers of 16 bits, few of whose products fit 32 bits.
+void multiply_shorts(const PackedRows& x, int64_t index, const Strip& strip, int32_t* some, int32_t* sums) {
+  int64_t count = x.blocks[index].rows * kStripOutputs;
+  int32_t *highs = sums, *lows = sums + count;
+  memset(sums, 0, 2 * count * sizeof *sums);
+  for (int64_t first = 0; first < strip.steps; first += kShortsAtOnce) {
+    multiply_digits(x, index, {strip.data, first, least(strip.steps - first, kShortsAtOnce)}, some);
+    for (int64_t i = 0; i < count; ++i) highs[i] += some[i] >> kLowBits, lows[i] += some[i] & kLowMask;
+  }
+}
+
+// Memory of a thread for a strip and its sums.
+struct Memory {
+  int32_t* strip;
+  int32_t* digits;  // The sums of digits.
+  float* sums;
+};
+
+void multiply_block(const PackedRows& x, int64_t index, int64_t steps, const Memory& memory) {
+  const RowBlock& block = x.blocks[index];
+  Strip strip = {memory.strip, 0, steps};
+  if (x.are_fixed && !x.are_bytes)
+    multiply_shorts(x, index, strip, reinterpret_cast<int32_t*>(memory.sums), memory.digits);
+  else
+    multiply_digits(x, index, strip, memory.digits);
+  for (int64_t r = 0; r < block.rows; ++r) {
+    int64_t second = block.second[r];
+    const int32_t *from = memory.digits + r * kStripOutputs, *rest = memory.digits + second * kStripOutputs;
+    for (int64_t i = 0; i < kStripOutputs; i += kLanes) {
+      Ints sum = load_as<Ints>(from + i), of_rest = load_as<Ints>(rest + i);
+      Floats v = x.are_fixed ? fixed_sum(sum, of_rest, splat(block.digits[r].factor)) : to_floats(sum) * block.digits[r].factor;
+      if (second && !x.are_fixed) v = v + to_floats(of_rest) * block.digits[second].factor;
+      store(memory.sums + r * kStripOutputs + i, v);
+    }
+  }
 }
 
 bool multiply_all(const Linear& p, const PackedRows& x) {
   int64_t strips = parts_of(p.outputs, kStripOutputs), steps = steps_of(p.inputs, x.are_bytes);
   // Each thread has some blocks to share, of rows that are worth another copy of their strip.
   int64_t splits = least(parts_of(x.rows, 2 * kBlockRows), parts_of(4 * threads(), strips));
-  int64_t strip_size = (steps + 1) * kStripOutputs, sums_size = 2 * kBlockRows * kStripOutputs;
+  int64_t strip_size = (steps + 1) * kStripOutputs, sums_size = kBlockRows * kStripOutputs;
+  int64_t size = strip_size + 3 * sums_size;
   std::atomic<bool> has_memory{true};
   parallel_for(strips * splits, [&](int64_t task) {
     int64_t split = task / strips, first = task % strips * kStripOutputs, count = least(p.outputs - first, kStripOutputs);
-    int32_t* strip = static_cast<int32_t*>(scratch((p.gated ? 2 : 1) * (strip_size + sums_size) * sizeof(float), 1));
-    if (!strip) return has_memory.store(false, std::memory_order_relaxed);
-    int32_t* up = strip + strip_size;
-    float *sums = reinterpret_cast<float*>(p.gated ? up + strip_size : up), *up_sums = sums + sums_size;
-    auto copy = [&](const Weights& weights, int32_t* to) {
+    int32_t* all = static_cast<int32_t*>(scratch((p.gated ? 2 : 1) * size * sizeof(float), 1));
+    if (!all) return has_memory.store(false, std::memory_order_relaxed);
+    auto prepared = [&](const Weights& weights, int32_t* to) {
       copy_strip(static_cast<const int8_t*>(weights.data) + first * p.inputs, count, p.inputs, x.are_bytes, to);
+      return Memory{to, to + strip_size, reinterpret_cast<float*>(to + strip_size + 2 * sums_size)};
     };
-    copy(p.weights, strip);
-    if (p.gated) copy(p.up, up);
+    const Memory memory = prepared(p.weights, all), up = p.gated ? prepared(p.up, all + size) : memory;
     for (int64_t index = x.count() * split / splits; index < x.count() * (split + 1) / splits; ++index) {
-      multiply_block(x, index, strip, steps, sums);
-      if (p.gated) multiply_block(x, index, up, steps, up_sums);
+      multiply_block(x, index, steps, memory);
+      if (p.gated) multiply_block(x, index, steps, up);
       for (int64_t r = 0; r < x.blocks[index].rows; ++r)
-        finish(p, sums + r * kStripOutputs, up_sums + r * kStripOutputs, x.first + index * x.block_rows + r, first, count);
+        finish(p, memory.sums + r * kStripOutputs, up.sums + r * kStripOutputs, x.first + index * x.block_rows + r, first,
+               count);
     }
   });
   return has_memory.load(std::memory_order_relaxed);
 }
 
-}  // namespace
-
-bool linear_by_integers(const Linear& p) {
-  bool has_rows = p.weights.dtype == Dtype::kInt8 && p.rows != 0 && p.outputs != 0;
-  if (!has_rows || p.inputs > kMostInputs || multiplier() == Multiplier::kAmx) return linear(p);
+bool linear_by_strips(const Linear& p, bool are_fixed) {
   bool are_bytes = vnni();
   int64_t stride = parts_of(p.inputs, kAtOnce) * kAtOnce * (are_bytes ? 1 : 2) + kApart;
   int64_t at_once = least(p.rows, least(parts_of(kRowBytes, stride), kMostRowsAtOnce));
@@ -417,12 +332,51 @@ bool linear_by_integers(const Linear& p) {
   char* memory = static_cast<char*>(scratch(blocks * (sizeof(RowBlock) + 2 * block_rows * stride)));
   if (!memory) return false;
   for (int64_t row = 0; row < p.rows; row += at_once) {
-    PackedRows x = {row, least(p.rows - row, at_once), block_rows, stride, are_bytes,
+    PackedRows x = {row, least(p.rows - row, at_once), block_rows, stride, are_bytes, are_fixed,
                     reinterpret_cast<RowBlock*>(memory), memory + blocks * sizeof(RowBlock)};
     parallel_for(x.count(), [&](int64_t block) { round_block(p, x, block); });
     if (!multiply_all(p, x)) return false;
   }
   return true;
+}
+
+template <typename Dots>
+bool linear_by_dots(const Linear& p) {
+  int64_t stride = fixed_stride(p.inputs);
+  char* x = static_cast<char*>(scratch(p.rows * stride));
+  if (!x) return false;
+  parallel_for(p.rows, [&](int64_t row) { pack_fixed(p.x + row * p.inputs, p.inputs, Dots::kAreBytes, x + row * stride); });
+  int64_t size = dot_block_outputs(dot_streams_of<Dots>(p.rows), p.inputs, p.outputs, threads(), kDotOutputs);
+  parallel_for(parts_of(p.outputs, size), [&](int64_t block) {
+    alignas(64) float sums[kFewestStripRows * kDotOutputs];
+    alignas(64) float up_sums[kFewestStripRows * kDotOutputs];
+    int64_t first = block * size, count = least(p.outputs - first, size);
+    auto multiply = [&](const Weights& weights, float* to) {
+      const int8_t* w = static_cast<const int8_t*>(weights.data) + first * p.inputs;
+      dot_block<Dots>(x, p.rows, stride, w, p.inputs, count, to, kDotOutputs);
+    };
+    multiply(p.weights, sums);
+    if (p.gated) multiply(p.up, up_sums);
+    for (int64_t r = 0; r < p.rows; ++r) finish(p, sums + r * kDotOutputs, up_sums + r * kDotOutputs, r, first, count);
+  });
+  return true;
+}
+
+}  // namespace
+
+bool linear_by_integers(const Linear& p) {
+  bool has_rows = p.weights.dtype == Dtype::kInt8 && p.rows != 0 && p.outputs != 0;
+  if (!has_rows || p.inputs > kMostInputs || multiplier() == Multiplier::kAmx) return linear(p);
+  return linear_by_strips(p, false);
+}
+
+bool linear_by_fixed_point(const Linear& p) {
+  if (p.rows >= kFewestTileRows && multiplier() == Multiplier::kAmx && byte_tiles()) return linear_by_amx(p);
+  if (p.rows >= kFewestStripRows) return linear_by_strips(p, true);
+#if defined(PREJIT_HAS_VNNI)
+  if (vnni()) return linear_by_dots<ByteDots>(p);
+#endif
+  return linear_by_dots<ShortDots>(p);
 }
 
 }  // namespace prejit

@@ -86,11 +86,10 @@ bool use_multiplier(Multiplier wanted) { return wanted == Multiplier::kFloat32; 
 namespace {
 
 bool has(Multiplier wanted) {
-  constexpr unsigned kAmxBf16 = 1u << 22, kAvx512Bf16 = 1u << 5, kAvx512Vbmi = 1u << 1;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAvx512Bf16 = 1u << 5;
   switch (wanted) {
     case Multiplier::kFloat32: return true;
-    // VBMI's tables convert int8. Only Cooper Lake has BF16 without it.
-    case Multiplier::kAvx512Bf16: return cpuid(7, 1).a & kAvx512Bf16 && cpuid(7, 0).c & kAvx512Vbmi;
+    case Multiplier::kAvx512Bf16: return cpuid(7, 1).a & kAvx512Bf16;
     case Multiplier::kAmx: return cpuid(7, 0).d & kAmxBf16 && may_use_tiles();
   }
   return false;

@@ -1,4 +1,4 @@
-// The instructions that multiply bfloat16 and int8 weights on this CPU.
+// The instructions that multiply weights on this CPU.
 #pragma once
 
 #include "simd.h"
@@ -19,7 +19,8 @@ namespace prejit {
 #endif
 #endif
 
-// How bfloat16 and int8 weights are multiplied. MXFP4 has no kAmx. Integers of four bits have vnni and byte_tiles instead.
+// How bfloat16 weights are multiplied. MXFP4 has no kAmx. Integers have vnni and byte_tiles instead; int8 weights use tiles
+// with kAmx only.
 enum class Multiplier {
   kFloat32,     // Like float32 weights, with x rounded.
   kAvx512Bf16,  // vdpbf16ps: 16 pairs at once, twice the terms of an FMA (linear_dot_bf16.h).
@@ -35,8 +36,8 @@ bool use_multiplier(Multiplier wanted);
 // Returns whether this CPU has the VNNI of the library's level: AVX-512's or AVX's. It changes no number.
 bool vnni();
 
-// Returns whether this CPU has AMX for bytes, and the operating system permits it (linear_int4_amx.cc). It changes no
-// number, either.
+// Returns whether this CPU has AMX for bytes, and the operating system permits it (linear_int4_amx.cc, linear_amx.cc). It
+// changes no number, either.
 bool byte_tiles();
 
 // Uses each or not from now on, for tests. Returns whether this machine supports that.

@@ -15,17 +15,9 @@ PREJIT_INLINE Floats pairs_of(Floats low, Floats high) {
                                                             reinterpret_cast<__m512i>(high)));
 }
 
-template <typename T>
-PREJIT_INLINE Floats load_some(const T* from, int64_t count) {
-  return count >= kLanes ? load(from) : count > 0 ? load_first(from, count) : Floats{};
-}
-
 // Loads 32 numbers, or the first `count` and zeros, as bfloat16.
 PREJIT_INLINE Floats load_pairs(const float* from, int64_t count) {
   return pairs_of(rounded(load_some(from, count)), rounded(load_some(from + kLanes, count - kLanes)));
-}
-PREJIT_INLINE Floats load_pairs(const int8_t* from, int64_t count) {
-  return pairs_of(load_some(from, count), load_some(from + kLanes, count - kLanes));
 }
 PREJIT_INLINE Floats load_pairs(const Bf16* from, int64_t count) {
   if (count >= 2 * kLanes) return load_as<Floats>(from);

@@ -104,6 +104,12 @@ PREJIT_INLINE Floats load_first(const T* from, int64_t count) {
 #endif
 }
 
+// Loads as many elements as there are of a vector, then zeros.
+template <typename T>
+PREJIT_INLINE Floats load_some(const T* from, int64_t count) {
+  return count >= kLanes ? load(from) : count > 0 ? load_first(from, count) : Floats{};
+}
+
 PREJIT_INLINE void store(float* to, Floats v) { memcpy(to, &v, sizeof v); }
 PREJIT_INLINE void store_first(float* to, Floats v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = v[i];

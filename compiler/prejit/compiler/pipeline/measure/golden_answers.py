@@ -174,7 +174,7 @@ def _dtypes(weights: PackedLayer | None) -> dict[str, str]:
 def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str]) -> int:
     """Return the tolerance of a program's answer.
 
-    Kernels multiply narrow matrices in bfloat16, and accelerators may multiply float32 in fewer bits.
+    Kernels multiply narrow matrices in few bits, and accelerators may multiply float32 in fewer bits.
     """
     own = {dtypes[name] for name in config.weight_sets.get(program.weights or "", ())}
     if (config.decoder or config.encoder) and STORED_DTYPES["int4"].words in own:

@@ -1,0 +1,222 @@
+// Products of few rows of fixed-point numbers (linear_digits.h): as in linear_dot.h, weights are read in place, and lanes are
+// inputs. Sums are exact, so no order of rows, outputs or inputs changes a number.
+//
+// A packed row is a FixedRow, then its digits: 64 bytes of high ones and as many of low ones for each vector of weights, or
+// 16 bits each.
+#pragma once
+
+#include "linear_digits.h"
+#include "linear_dot.h"
+
+namespace prejit {
+
+struct alignas(64) FixedRow {
+  float factor;
+  int32_t begin[2];  // Where the sums of high and of low digits begin for any output.
+};
+
+inline int64_t fixed_stride(int64_t inputs) { return sizeof(FixedRow) + 2 * inputs_of_vectors(inputs); }
+
+inline void pack_fixed(const float* x, int64_t inputs, bool are_bytes, char* to) {
+  FixedRow row;
+  char* digits = to + sizeof row;
+  row.factor = round_fixed(x, inputs, are_bytes, false, digits, digits + inputs_of_vectors(inputs), row.begin);
+  for (int32_t& each : row.begin) each *= are_bytes ? -128 : 0;
+  memcpy(to, &row, sizeof row);
+}
+
+template <bool upper>
+PREJIT_INLINE Ints unpacked(Ints a, Ints b) {
+  Floats x = reinterpret_cast<Floats>(a), y = reinterpret_cast<Floats>(b);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Ints>(upper ? _mm512_unpackhi_ps(x, y) : _mm512_unpacklo_ps(x, y));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Ints>(upper ? _mm256_unpackhi_ps(x, y) : _mm256_unpacklo_ps(x, y));
+#else
+  return reinterpret_cast<Ints>(upper ? _mm_unpackhi_ps(x, y) : _mm_unpacklo_ps(x, y));
+#endif
+}
+
+template <int order>
+PREJIT_INLINE Ints shuffled(Ints a, Ints b) {
+  Floats x = reinterpret_cast<Floats>(a), y = reinterpret_cast<Floats>(b);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Ints>(_mm512_shuffle_ps(x, y, order));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Ints>(_mm256_shuffle_ps(x, y, order));
+#else
+  return reinterpret_cast<Ints>(_mm_shuffle_ps(x, y, order));
+#endif
+}
+
+template <int order>
+PREJIT_INLINE Ints quarters(Ints a, [[maybe_unused]] Ints b) {
+  [[maybe_unused]] Floats x = reinterpret_cast<Floats>(a), y = reinterpret_cast<Floats>(b);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Ints>(_mm512_shuffle_f32x4(x, y, order));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Ints>(_mm256_permute2f128_ps(x, y, order));
+#else
+  return a;
+#endif
+}
+
+// Returns the sums of vectors: lane i is that of v[i].
+PREJIT_INLINE Ints sum_each(const Ints (&v)[kLanes]) {
+  Ints fours[kLanes / 4];
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes / 4; ++i) {
+    const Ints *of = v + 4 * i, ab = unpacked<false>(of[0], of[1]) + unpacked<true>(of[0], of[1]);
+    Ints cd = unpacked<false>(of[2], of[3]) + unpacked<true>(of[2], of[3]);
+    fours[i] = shuffled<0x44>(ab, cd) + shuffled<0xEE>(ab, cd);  // in each quarter, of these lanes
+  }
+#if defined(__AVX512F__)
+  Ints low = quarters<0x88>(fours[0], fours[1]) + quarters<0xDD>(fours[0], fours[1]);
+  Ints high = quarters<0x88>(fours[2], fours[3]) + quarters<0xDD>(fours[2], fours[3]);
+  return quarters<0x88>(low, high) + quarters<0xDD>(low, high);
+#elif defined(__AVX2__)
+  return quarters<0x20>(fours[0], fours[1]) + quarters<0x31>(fours[0], fours[1]);
+#else
+  return fours[0];
+#endif
+}
+
+// Writes the sums of a tile as floats.
+template <int rows, int outputs>
+PREJIT_INLINE void finish_tile(const char* x, int64_t x_stride, const Ints (&high)[rows][outputs],
+                               const Ints (&low)[rows][outputs], int64_t spacing, float* sums, int64_t stride) {
+  FixedRow row[rows];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) memcpy(row + r, x + r * x_stride, sizeof *row);
+#pragma GCC unroll 4
+  for (int first = 0; first < rows * outputs; first += kLanes) {
+    const int count = rows * outputs - first < kLanes ? rows * outputs - first : kLanes;
+    Ints highs[kLanes] = {}, lows[kLanes] = {}, begin[2] = {};
+    Floats factor = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) {
+      const int r = (first + i) / outputs, o = (first + i) % outputs;
+      highs[i] = high[r][o], lows[i] = low[r][o];
+      begin[0][i] = row[r].begin[0], begin[1][i] = row[r].begin[1], factor[i] = row[r].factor;
+    }
+    Floats found = fixed_sum(begin[0] + sum_each(highs), begin[1] + sum_each(lows), factor);
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) sums[(first + i) / outputs * stride + (first + i) % outputs * spacing] = found[i];
+  }
+}
+
+// The last weights of an output, fewer than a vector has, then zeros.
+template <typename Vector>
+PREJIT_INLINE Vector load_rest(const int8_t* from, int64_t count) {
+  int8_t some[sizeof(Vector)] = {};
+  memcpy(some, from, count);
+  return load_as<Vector>(some);
+}
+
+#if defined(PREJIT_HAS_VNNI)
+struct ByteDots {
+  using X = char;
+  using Weight = int8_t;
+  static constexpr bool kAreBytes = true;
+  static constexpr int kInputs = 4 * kLanes;
+
+  // Each sum is two.
+  static constexpr int streams(int rows) {
+    if (kRegisters == 32) return rows <= 2 ? 6 : rows == 3 ? 4 : 3;
+    return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+  }
+
+  template <int rows, int outputs>
+  static inline __attribute__((target(PREJIT_VNNI), always_inline)) void add(
+      const char* high_x, const char* low_x, int64_t x_stride, const Ints (&w)[outputs], Ints (&high)[rows][outputs],
+      Ints (&low)[rows][outputs]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      Ints x = load_as<Ints>(high_x + r * x_stride);
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) high[r][o] = add_dots(high[r][o], w[o], x);
+      x = load_as<Ints>(low_x + r * x_stride);
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) low[r][o] = add_dots(low[r][o], w[o], x);
+    }
+  }
+
+  template <int rows, int outputs, bool fetch>
+  static __attribute__((target(PREJIT_VNNI), noinline)) void tile(const char* x, int64_t x_stride, const int8_t* w,
+                                                                  int64_t inputs, int64_t spacing, Ahead<int8_t> ahead,
+                                                                  float* sums, int64_t stride) {
+    Ints high[rows][outputs] = {}, low[rows][outputs] = {}, weights[outputs];
+    const char *high_x = x + sizeof(FixedRow), *low_x = high_x + inputs_of_vectors(inputs);
+    int64_t k = 0;
+    for (; k + kInputs <= inputs; k += kInputs, ahead.from += ahead.step) {
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) {
+        weights[o] = load_as<Ints>(w + o * spacing * inputs + k) ^ kSigns;
+        if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+      }
+      add<rows, outputs>(high_x + k, low_x + k, x_stride, weights, high, low);
+    }
+    if (k < inputs) {
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) weights[o] = load_rest<Ints>(w + o * spacing * inputs + k, inputs - k) ^ kSigns;
+      add<rows, outputs>(high_x + k, low_x + k, x_stride, weights, high, low);
+    }
+    finish_tile<rows, outputs>(x, x_stride, high, low, spacing, sums, stride);
+  }
+
+  static constexpr int32_t kSigns = static_cast<int32_t>(0x80808080);
+};
+#endif
+
+struct ShortDots {
+  using X = char;
+  using Weight = int8_t;
+  static constexpr bool kAreBytes = false;
+  static constexpr int kInputs = 2 * kLanes;
+  static constexpr int streams(int rows) { return FloatDots<int8_t>::streams(rows); }
+
+  using Bytes = VectorOf<int8_t, kInputs>::type;
+  static PREJIT_INLINE Ints widened(Bytes bytes) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Ints>(_mm512_cvtepi8_epi16(reinterpret_cast<__m256i>(bytes)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Ints>(_mm256_cvtepi8_epi16(reinterpret_cast<__m128i>(bytes)));
+#else
+    return reinterpret_cast<Ints>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(reinterpret_cast<int64_t>(bytes))));
+#endif
+  }
+
+  template <int rows, int outputs, bool fetch>
+  static inline void tile(const char* x, int64_t x_stride, const int8_t* w, int64_t inputs, int64_t spacing,
+                          Ahead<int8_t> ahead, float* sums, int64_t stride) {
+    Ints high[rows][outputs] = {}, low[rows][outputs] = {};
+    const char* shorts = x + sizeof(FixedRow);
+    auto add = [&](int64_t k, auto load_w) __attribute__((always_inline)) {
+      Ints xs[rows];
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) xs[r] = load_as<Ints>(shorts + r * x_stride + 2 * k);
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) {
+        Ints weights = widened(load_w(w + o * spacing * inputs + k));
+        if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) low[r][o] = in_order(low[r][o] + dots_of_pairs(weights, xs[r]));
+      }
+    };
+    for (int64_t k = 0; k < inputs;) {
+      for (int64_t end = least(inputs, k + kShortsAtOnce * kInputs); k + kInputs <= end; k += kInputs, ahead.from += ahead.step)
+        add(k, [](const int8_t* from) __attribute__((always_inline)) { return load_as<Bytes>(from); });
+      if (int64_t rest = inputs - k; rest < kInputs && rest > 0) {
+        add(k, [rest](const int8_t* from) __attribute__((always_inline)) { return load_rest<Bytes>(from, rest); });
+        k = inputs;
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+        for (int o = 0; o < outputs; ++o) high[r][o] = high[r][o] + (low[r][o] >> kLowBits), low[r][o] = low[r][o] & kLowMask;
+    }
+    finish_tile<rows, outputs>(x, x_stride, high, low, spacing, sums, stride);
+  }
+};
+
+}  // namespace prejit
