@@ -265,6 +265,8 @@ def test_hooks_are_gone_after_a_trace(tmp_path):
         of_libraries = safetensors.numpy.safe_open, tensorstore.open, tensorstore.KvStore.open
         return (*of_python, *of_imports, *starts, *of_libraries)
 
+    with observing(Observer(str(tmp_path))):  # the first one watches variables for good
+        pass
     before = hooks()
     project(tmp_path, SAME)
     assert hooks() == before
