@@ -128,7 +128,8 @@ def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Progr
             "takes some by position only and others by name only",
             hint="wrap it in a function that takes all by name",
         )
-    by_place = len(call.placed) == len(call.arrays)
+    # Arrays that come by name alone stay so, for `Bundle.bind(name, state=...)` and calls like this one.
+    by_place = len(call.placed) == len(call.arrays) and (bool(args) or not call.arrays)
     names: list[str | int] = [*range(len(call.arrays))] if by_place else [*call.arrays]
     mesh, split = None, dict[str, tuple[str, ...]]()
     if jitted is not None:

@@ -219,6 +219,8 @@ def test_a_program_has_the_arguments_of_an_example_call(tmp_path):
     by_name = program(jitted, x, y=y, mode="difference")
     assert (by_name.fn, [*by_name.args], by_name.donate) == (keyed, ["x", "y"], ["y"])
     assert by_name.static == {"mode": ("difference",)}
+    both = program(jax.jit(score, donate_argnums=1), x=x, params=tree())
+    assert ([*both.args], both.donate) == (["params", "x"], ["x"])
     decorated = jit(score, bundle="none", name="other", donate_argnums=1)
     renamed = program(decorated, tree(), x)
     assert (renamed.name, renamed.fn, renamed.donate) == ("other", score, [1])

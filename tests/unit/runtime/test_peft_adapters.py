@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from safetensors.numpy import save
+from safetensors.numpy import load_file, save, save_file
 from tests.parity.adapter_cases import write_adapter
 
 from prejit.runtime.errors import CheckpointError, UntrustedError
@@ -66,6 +66,19 @@ def test_a_pattern_that_may_take_for_ever_is_refused(key, pattern, tmp_path):
         read_adapter(at, pairs())
     assert "by name" in caught.value.hint
     assert time.process_time() - began < 1
+
+
+def test_numbers_that_become_infinite_are_errors_that_name_what_made_them(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: lora_alpha: expected .* 1e\+30"
+    ) as large:
+        read_adapter(write(tmp_path, CONFIG | {"lora_alpha": 1e30}), pairs())
+    assert "trained" in large.value.hint
+    at = write(tmp_path, CONFIG | {"lora_alpha": 1e6})
+    file = at / "adapter_model.safetensors"
+    save_file({name: each * np.float32(1e34) for name, each in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match="expected finite numbers, found others in"):
+        read_adapter(at, pairs())
 
 
 GOOD = (

@@ -64,6 +64,8 @@ _KINDS = ("gaussian", "orthogonal", "eva")
 
 _MOST_PATTERNS, _MOST_CHARACTERS, _MOST_CHOICES = 4096, 256, 200_000
 """Limits of the patterns of a file: Python's matching cannot be interrupted."""
+_MOST_ALPHA = 1e6
+"""A larger one is no number of people, and makes weights infinite."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ def read_adapter(
             expected = ", ".join(f"{end} {list(shape)}" for end, shape in wanted.items())
             problems.append(f"{module} with {found}, expected {expected}")
         else:
-            result[name] = (parts["lora_A"], parts["lora_B"] * np.float32(factor))
+            with np.errstate(over="ignore"):  # what is infinite is refused below
+                result[name] = (parts["lora_A"], parts["lora_B"] * np.float32(factor))
     if not changes and not problems:
         problems.append("no tensor")
     if problems:
@@ -335,8 +338,9 @@ def rank_and_factor(config: Mapping[str, Any], file: Path, module: str) -> tuple
     if type(rank) is not int or rank < 1:
         raise wrong(file, "r", "an integer of at least 1", rank)
     alpha = _of_pattern(config, "alpha_pattern", "lora_alpha", module)
-    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
-        raise wrong(file, "lora_alpha", "a number", alpha)
+    if type(alpha) not in (int, float) or not abs(alpha) <= _MOST_ALPHA:
+        hint = "give the number with which it was trained, such as 2 r"
+        raise wrong(file, "lora_alpha", f"a number of at most {_MOST_ALPHA:g}", alpha, hint)
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

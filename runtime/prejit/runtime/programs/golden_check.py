@@ -152,12 +152,15 @@ def sampled(value: Values, samples: Values, tolerance: int) -> GoldenResult | No
     if value.dtype.kind in "biu" or value.dtype.name in ("int2", "int4", "uint2", "uint4"):
         whole = samples.astype(np.int64).tolist()
         return GoldenResult(None, 0, (*whole,)) if max(map(abs, whole)) < 10**18 else None
-    mean = _mean(value)
+    mean, has_nan = _mean(value)
     exponent = max(-126, min(1023, math.frexp(mean)[1])) if mean else -20
     unit = 2.0 ** (exponent - tolerance - _UNITS)
-    return GoldenResult(
-        exponent, round(mean / unit), tuple(map(lambda x: _in_units(x, unit), _reals(samples)))
-    )
+    units = [_in_units(each, unit) for each in _reals(samples)]
+    if (
+        has_nan and "n" not in units and value.dtype.kind != "c"
+    ):  # which may have the most samples already
+        units.append("n")  # it is one of the others
+    return GoldenResult(exponent, round(mean / unit), (*units,))
 
 
 def compare(
@@ -194,7 +197,10 @@ def _differences(
             for one, other in zip(known.samples, whole, strict=False)
         ]
     unit = 2.0 ** (known.exponent - tolerance - _UNITS)
-    pairs = zip((known.mean, *known.samples), (_mean(value), *_reals(samples)), strict=False)
+    mean, has_nan = _mean(value)
+    if has_nan and "n" not in known.samples and value.dtype.kind != "c":
+        return [(math.inf, "numbers", "nan")]
+    pairs = zip((known.mean, *known.samples), (mean, *_reals(samples)), strict=False)
     return [_difference(one, other, unit, 2.0**known.exponent) for one, other in pairs]
 
 
@@ -220,16 +226,17 @@ def _in_units(value: float, unit: float) -> int | str:
     return max(-(10**17), min(10**17, round(value / unit)))
 
 
-def _mean(value: Values) -> float:
-    """Return the mean of the absolute values of all finite elements; 0: there are none."""
+def _mean(value: Values) -> tuple[float, bool]:
+    """Return the mean of the absolute values of all finite elements (0: none are), and if some are NaN."""
     if value.dtype.name in ("float32", "float64"):
         with np.errstate(over="ignore"):
             total = float(np.abs(value).sum(dtype=np.float64))
         if math.isfinite(total):
-            return total / value.size
-    finite = np.abs(np.asarray(_plain(value), np.float64))
-    finite = finite[np.isfinite(finite)]
-    return float((finite / max(1, finite.size)).sum())  # a sum of large ones is infinite
+            return total / value.size, False
+    plain = np.abs(np.asarray(_plain(value), np.float64))
+    finite = plain[np.isfinite(plain)]
+    mean = float((finite / max(1, finite.size)).sum())  # a sum of large ones is infinite
+    return mean, bool(np.isnan(plain).any())
 
 
 def _reals(samples: Values) -> list[float]:
@@ -250,7 +257,7 @@ class GoldenResult(NamedTuple):
     Attributes:
         exponent: of the scale; None: the values are whole numbers.
         mean: mean of the absolute values of all finite elements, in units; 0 for whole numbers.
-        samples: the samples; numbers in units, or `n`, `p`, `m`.
+        samples: the samples; numbers in units, or `n`, `p`, `m`. One more `n` stands for other elements.
     """
 
     exponent: int | None

@@ -38,7 +38,6 @@ from prejit.runtime.ship.registry_client import (
 )
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
-    PIECE_BYTES,
     Pieces,
     RemoteFiles,
     Shipment,
@@ -46,6 +45,7 @@ from prejit.runtime.ship.repository import (
     blob_name,
     check_count,
     checked,
+    in_time,
     shipment_of,
 )
 
@@ -151,10 +151,10 @@ class ObjectRepository:
                 found, skipped = obstore.get(self._objects, path), start
             else:
                 skipped = 0
-            for piece in found.stream(min_chunk_size=PIECE_BYTES):
-                view = memoryview(piece)
-                yield view[skipped:]
-                skipped = max(0, skipped - len(view))
+            # In parts as they come: `in_time` cannot see those that obstore collects.
+            for piece in in_time(found.stream(min_chunk_size=1), f"{self.name}/{path}"):
+                yield memoryview(piece)[skipped:]
+                skipped = max(0, skipped - len(piece))
 
     def has(self, at: Descriptor) -> bool:
         """See `Repository.has`."""

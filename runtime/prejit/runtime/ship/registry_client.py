@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from prejit.runtime.base.typed_json import parse_object
-from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.errors import PrejitError, RejectError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.registry_login import HUB, HUB_HOST, RegistryLogin
-from prejit.runtime.ship.repository import Pieces, checked
+from prejit.runtime.ship.repository import Pieces, arriving, checked
 
 if TYPE_CHECKING:
     from requests import Response, Session
@@ -35,8 +35,6 @@ PAUSES_SECONDS = (0.3, 1.0, 3.0, 8.0)
 """Pauses before each further attempt."""
 _MOST_PAUSE_SECONDS = 60.0
 """The longest wait that a registry may ask for."""
-_SHORT_BYTES = 64 << 10
-"""Answers that nobody reads are read if they are shorter. Of longer ones the connection is closed."""
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 
 
@@ -133,7 +131,7 @@ class RegistryClient:
 
         Raises:
             RejectError: it has more bytes than `most`.
-            StoreError: as of `ask`.
+            StoreError: as of `ask`, or it arrives too slowly.
         """
         pauses = iter(self._pauses)
         while (
@@ -141,7 +139,9 @@ class RegistryClient:
         ) is not None:
             try:
                 return response, _limited(response, most, f"{self.name}: {path}")
-            except OSError as error:  # requests' own are such
+            except PrejitError:
+                raise
+            except Exception as error:  # urllib3's own, which are no OSErrors
                 if (pause := next(pauses, None)) is None:
                     raise self.failed(path, error) from error
                 time.sleep(pause)
@@ -244,29 +244,26 @@ class BlobBody:
 
 
 def _limited(response: Response, most: int, where: str) -> bytes:
-    """Return a small answer. Raise RejectError where it is larger."""
+    """Return a small answer. Raise RejectError where it is larger, StoreError where it is too slow."""
     content = bytearray()
-    for piece in response.iter_content(64 << 10):
+    for piece in arriving(response, where):
         content += piece
         if len(content) > most:
-            response.close()
             raise RejectError(where, f"expected at most {most} bytes, found more")
     return bytes(content)
 
 
 def _finish(response: Response) -> None:
-    """Read the rest of a short answer, so that its connection takes the next request."""
-    with contextlib.suppress(Exception):  # it is cut; urllib3's own errors are no OSErrors
-        if len(response.raw.read(_SHORT_BYTES)) < _SHORT_BYTES:
-            return
-    response.close()
+    """Read a short answer, so that its connection takes the next request. Close that of a long one."""
+    with contextlib.suppress(Exception):  # it is cut, or too slow
+        next(arriving(response, response.url), None)
 
 
 def _said(response: Response) -> str:
     """Return what a registry says about its refusal, with a colon before it."""
     content = b""
-    with contextlib.suppress(OSError):  # it is cut
-        content = next(response.iter_content(64 << 10), b"")
+    with contextlib.suppress(Exception):  # it is cut, or too slow
+        content = next(arriving(response, response.url), b"")
     errors = parse_object(content).get("errors")
     first = errors[0] if isinstance(errors, list) and errors else None
     if not isinstance(first, dict):

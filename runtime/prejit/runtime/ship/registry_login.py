@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.errors import StoreError
+from prejit.runtime.ship.repository import arriving
 
 if TYPE_CHECKING:
     from requests import Response, Session
 
-_MAX_ANSWER_BYTES = 1 << 20
 _HELPER_SECONDS = 60.0
 """How long a credential helper may take. Some ask a person."""
 HUB, HUB_HOST, HUB_LOGIN = "docker.io", "registry-1.docker.io", "https://index.docker.io/v1/"
@@ -217,7 +217,7 @@ class RegistryLogin:
             self._refused = given
         if given.status_code in (401, 403, 429) or given.status_code >= 500:
             return given
-        found = parse_object(given.raw.read(_MAX_ANSWER_BYTES, decode_content=True))
+        found = parse_object(next(arriving(given, self.realm), b""))
         token = found.get("token") or found.get("access_token")
         if not token:
             raise StoreError(

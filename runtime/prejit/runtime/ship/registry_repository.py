@@ -38,11 +38,11 @@ from prejit.runtime.ship.registry_client import (
 )
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
-    PIECE_BYTES,
     Pieces,
     RemoteFiles,
     Shipment,
     Tagged,
+    arriving,
     check_count,
     encode_copy,
 )
@@ -169,13 +169,11 @@ class Registry:
     def _read(self, response: Response, path: str, start: int) -> Iterator[bytes]:
         skipped = start if response.status_code == 200 else 0
         try:
-            while piece := response.raw.read(PIECE_BYTES):
+            for piece in arriving(response, f"{self.name}/{path}", is_decoded=False):
                 yield piece[skipped:] if skipped else piece
                 skipped = max(0, skipped - len(piece))
         except Exception as error:  # urllib3's own, which are no OSError
             raise self._client.failed(path, error) from error
-        finally:
-            response.close()
 
     def _attached(
         self, subjects: Sequence[Descriptor], targets: Sequence[Descriptor]

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
@@ -25,6 +26,9 @@ from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import INDEX_MEDIA_TYPE, OCI_LAYOUT
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
+
+if TYPE_CHECKING:
+    from requests import Response
 
 _log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
@@ -40,7 +44,10 @@ Pieces = Callable[[int], Iterator[bytes | memoryview]]
 Fetch = Callable[[Descriptor, int], Iterator[bytes | memoryview]]
 """Gives a blob's bytes from a place on, for as long as they arrive."""
 PAUSES_SECONDS = (0.2, 1.0, 3.0, 8.0)
-"""Pauses before each further attempt, while nothing arrives."""
+"""Pauses before each further attempt, while little arrives."""
+WINDOW_SECONDS = 60.0
+LEAST_BYTES = 60 << 10
+"""How much must arrive in each window while a place is waited for: 1 KiB/s. Else a load could take days."""
 _KEPT_BYTES = limits.MAX_CONFIG_BYTES
 """Blobs up to this size are kept once they were read: several checks read them."""
 
@@ -265,6 +272,53 @@ def checked(
         yield left
 
 
+def in_time(pieces: Iterable[bytes], where: str) -> Iterator[bytes]:
+    """Yield what arrives, in pieces of about PIECE_BYTES. `pieces` must give each part at once.
+
+    Raises:
+        StoreError: it arrives too slowly.
+    """
+    waited, arrived = 0.0, 0
+    some, size = list[bytes](), 0
+    ahead, error = iter(pieces), None
+    while error is None:
+        began = time.monotonic()
+        try:
+            piece = next(ahead, b"")
+        except Exception as raised:  # what came before it counts
+            error, piece = raised, b""
+        if not len(piece):
+            break
+        waited += time.monotonic() - began
+        arrived += len(piece)
+        if waited >= WINDOW_SECONDS:
+            if arrived < LEAST_BYTES:
+                error = StoreError(
+                    f"{where}: expected at least {LEAST_BYTES >> 10} KiB in {WINDOW_SECONDS:.0f} s, found "
+                    f"{arrived} bytes in {waited:.0f} s",
+                    hint="check the network and the proxy, or take another mirror: what arrived is kept",
+                )
+            waited, arrived = 0.0, 0
+        some.append(piece)
+        size += len(piece)
+        if size >= PIECE_BYTES:
+            yield b"".join(some)
+            some, size = [], 0
+    if some:
+        yield b"".join(some)
+    if error is not None:
+        raise error
+
+
+def arriving(response: Response, where: str, *, is_decoded: bool = True) -> Iterator[bytes]:
+    """Yield the body of an answer of requests as `in_time` does, and close it. Errors are urllib3's, too."""
+    read = partial(response.raw.read1, PIECE_BYTES, decode_content=is_decoded)
+    try:
+        yield from in_time(iter(read, b""), where)
+    finally:
+        response.close()  # its connection, unless all was read
+
+
 class RemoteFiles:
     """Implements `repository.BundleFiles` by what fetches a blob."""
 
@@ -341,7 +395,7 @@ class RemoteFiles:
                 error = raised
             if place == at.size:
                 return
-            if place > began:
+            if place - began >= LEAST_BYTES:
                 pauses = iter(PAUSES_SECONDS)
             pause = next(pauses, None)
             if pause is None:

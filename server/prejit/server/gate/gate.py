@@ -101,6 +101,12 @@ class Gate:
         length = request.header(b"content-length")
         if length and int(length) > settings.body_bytes:
             raise request.too_large(int(length))
+        if request.framing.lower() not in ("", "chunked"):
+            raise ApiError(
+                501,
+                f"Transfer-Encoding: expected chunked alone, found {request.framing!r:.80}",
+                code="unsupported_encoding",
+            )
         coding = request.header(b"content-encoding").decode("latin-1").strip()
         if coding.lower() not in ("", "identity"):
             raise ApiError(
@@ -144,6 +150,8 @@ class _Request:
         self._send = send
         self._most = settings.body_bytes
         self.headers = dict(scope["headers"])
+        framing = (value for name, value in scope["headers"] if name == b"transfer-encoding")
+        self.framing = b", ".join(framing).decode("latin-1").strip()
         given = self.headers.get(b"x-request-id", b"")
         self.id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
         self.status = 0

@@ -413,6 +413,9 @@ def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path):
         ("import_module('.a', b)", set(), True),
         ("[*map(importlib.import_module, b)]", set(), True),
         ("spec.loader.exec_module(a)", set(), True),
+        ("exec('from a import b')", set(), True),
+        ("eval(a)", set(), True),
+        ("model.eval(), cell.exec(a)", set(), False),
     ],
 )
 def test_each_form_of_an_import_is_found_or_said_to_be_computed(source, names, are_computed):

@@ -247,6 +247,19 @@ def test_a_difference_is_missed_or_made(value, other, right):
         assert (found <= 1) == right
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_nan_beside_the_samples_is_found(dtype):
+    right, first = np.ones(5, dtype), slice(0, 2)
+    wrong = right.copy()
+    wrong[4] = math.nan
+    array = check_array(f'["y"] {dtype}[5]', None, "")
+    for known, value, share in ((right, wrong, math.inf), (wrong, wrong, 0), (wrong, right, 0)):
+        text = format_results((sampled(known, known[first], 8),))
+        assert is_results(text)
+        golden = Golden(1, 1, "x", 8, text)
+        assert compare(golden, [array], [value], [value[first]]).share == share
+
+
 @pytest.mark.parametrize("number", [-(2**63), 2**64 - 1, 10**18, 10**18 - 1, 1.7e308])
 def test_numbers_of_64_bits_have_an_answer_or_are_not_compared(number):
     value = np.array([number, number])

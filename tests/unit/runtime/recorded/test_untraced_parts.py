@@ -6,6 +6,7 @@ import enum
 import functools
 import importlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import tempfile
 import time
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -141,6 +142,30 @@ def clipped(value):
     return identity
 
 
+def of_metaclass(value):
+    kind = type("Kind", (type,), {"rate": property(lambda _: value), "__module__": __name__})
+    return kind("Rated", (), {"__module__": __name__})
+
+
+def of_enumeration(value):
+    class Rate(enum.Enum):
+        LOW = value
+
+    return Rate
+
+
+def member_with_attribute(value):
+    member = of_enumeration(1).LOW
+    member.rate = value
+    return member
+
+
+def of_module(value):
+    module = ModuleType("rates")
+    module.rate = value
+    return lambda x: x * module.rate
+
+
 MAKERS = [
     *(Rate, Slotted, iter, memoryview, io.BytesIO, ValueError, MappingProxyType),
     *(lambda value: np.full(3, value), lambda value: jnp.full(2000, value)),
@@ -165,6 +190,10 @@ MAKERS = [
     jax.random.key,
     lambda value: jnp.asarray(2.0) if value else jnp.float32(2.0),
     lambda value: eval("lambda *a: a" if value else "lambda a: a"),
+    *(of_module, of_metaclass, member_with_attribute, lambda value: of_enumeration(value).LOW),
+    lambda value: np.frompyfunc(lambda x: x * value, 1, 1),
+    lambda value: jax.jit(scaled, static_argnums=0 if value else None),
+    lambda value: jax.jit(scaled, donate_argnums=0 if value else None),
 ]
 ARGUMENTS = {iter: ([1], [2]), MappingProxyType: ({"a": 1}, {"a": 2})}
 ARGUMENTS |= dict.fromkeys((memoryview, io.BytesIO), (b"1", b"2"))
@@ -178,6 +207,23 @@ def test_texts_have_what_values_hold(make):
     texts = [text_of(closing(each)) for each in held]
     assert texts[0] == texts[1] != texts[2]
     assert "0x" not in texts[0]
+
+
+@pytest.mark.parametrize(
+    "iterator",
+    [
+        itertools.cycle([1, 2]),
+        itertools.chain([1], [2]),
+        itertools.islice([1, 2], 1),
+        itertools.zip_longest([1], [2]),
+        np.ones(2).flat,
+    ],
+    ids=lambda iterator: type(iterator).__name__,
+)
+def test_an_iterator_whose_place_nobody_sees_is_never_left_untraced(iterator):
+    """Else a call without a trace gives the results of another step of the iterator."""
+    with pytest.raises(NotKeptError, match=rf"it holds a \w+\.{type(iterator).__name__}, .*where"):
+        text_of(closing(iterator))
 
 
 def test_texts_have_globals_of_modules_inside_packages(tmp_path, monkeypatch):

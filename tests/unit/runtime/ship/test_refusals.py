@@ -1,6 +1,8 @@
 """What a registry, a bucket or a web server refuses is an error in words, with the next step."""
 
+import contextlib
 import json
+import time
 
 import pytest
 from tests.fake_registry import fake_registry
@@ -65,6 +67,45 @@ def test_a_bucket(status, code, said, use):
 def test_a_registry(fault, said):
     with fake_registry(fault=lambda method, path: fault if method == "POST" else None) as found:
         assert said in push(f"oci://{found.host}/call:v1")
+
+
+def drip(handler, content, start):
+    """Send an answer so slowly that nobody would wait for its end, and never pause."""
+    handler.send_response(206 if start else 200)
+    handler.send_header("content-length", str(len(content) - start))
+    handler.end_headers()
+    with contextlib.suppress(OSError):  # the client has gone
+        for place in range(start, min(len(content), start + 100)):
+            handler.wfile.write(content[place : place + 1])
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("part", ["/manifests/v1", "/blobs/", "/manifests/sha256"])
+def test_a_registry_that_sends_a_byte_now_and_then(part, tmp_path, monkeypatch):
+    monkeypatch.setattr(repository, "WINDOW_SECONDS", 0.2)
+
+    def fault(method, path):
+        return drip if method == "GET" and part in path else None
+
+    with fake_registry() as found:
+        moved(GOLDEN / "call", f"oci://{found.host}/call:v1")
+        found.fault = fault
+        with pytest.raises(StoreError, match=r"expected at least 60 KiB in 0 s, found [1-9] bytes"):
+            moved(f"oci://{found.host}/call:v1", tmp_path / "back")
+
+
+def test_a_web_server_that_sends_a_byte_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(repository, "WINDOW_SECONDS", 0.2)
+
+    def reply(handler):
+        content = GOLDEN.joinpath("call", handler.path.removeprefix("/call/")).read_bytes()
+        if "/blobs/" in handler.path:
+            drip(handler, content, 0)
+        else:
+            handler.reply(200, content)
+
+    with answering(reply) as host, pytest.raises(StoreError, match="expected at least 60 KiB"):
+        moved(f"http://{host}/call", tmp_path / "back")
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ class Imports:
         names: of modules.
         attributes: of modules, or of what the package in front of the last dot has by that name.
         optional: those of `attributes` that the source may do without: an error there has a handler.
-        are_computed: whether code computes the name of a module, or runs one without its name.
+        are_computed: whether code computes the name of a module, runs one without its name, or runs a text.
     """
 
     names: frozenset[str]
@@ -284,6 +284,8 @@ def imports_of(content: bytes, package: str, is_package: bool) -> Imports:
                 names |= {*imported[:1]}
                 attributes |= {*imported[1:]}
                 are_computed |= not imported and _name(node.func) != "find_spec"
+            case ast.Name(id="exec" | "eval"):  # no method: `eval` is one of many models
+                are_computed = True
             case ast.Name() | ast.Attribute() if id(node) not in called:
                 are_computed |= _name(node) in importers.keys() - {"find_spec"} or (
                     _name(node) in _LOADERS

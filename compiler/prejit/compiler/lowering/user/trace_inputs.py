@@ -339,14 +339,17 @@ def working_directory(directory: str) -> str:
 
 
 def directory_digest(path: str) -> str:
-    """Return the digest of the names in a directory, and of which ones are directories and links."""
+    """Return the digest of the names in a directory, and of which ones are directories and links.
+
+    Code may take them in the order in which the system lists them, so that counts, too.
+    """
     try:
         with os.scandir(path) as entries:
-            names = sorted(
+            names = [
                 f"{each.name}{'/' * each.is_dir()}{'@' * each.is_symlink()}"
                 for each in entries
                 if each.name != "__pycache__"
-            )
+            ]
     except OSError:
         return ABSENT
     return digest_of("\0".join(names).encode("utf-8", "surrogateescape"))

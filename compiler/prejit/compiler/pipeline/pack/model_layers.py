@@ -117,12 +117,12 @@ def special_ids(
 ) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
     """Return the token ids that end a text, the one that begins it, and those with which an answer begins.
 
-    The last are of encoder-decoders: `decoder_start_token_id`. Ids outside the vocabulary are left out: no
-    token has them. Beside a decoder of the user (`own`) there may be no config.json, and where no file gives
-    ids, the tokenizer does.
+    The last are of encoder-decoders: `decoder_start_token_id`. Of several that end a text, those outside the
+    vocabulary are left out: no token has them. Beside a decoder of the user (`own`) there may be no
+    config.json, and where no file gives ids, the tokenizer does.
 
     Raises:
-        CheckpointError: a file cannot be read, or an id is no integer.
+        CheckpointError: a file cannot be read, or an id is no integer, or beyond the vocabulary.
     """
     names = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
     found: dict[str, list[int]] = {name: [] for name in names}
@@ -147,6 +147,13 @@ def special_ids(
                     hint="correct the file, or take the one that was published with the weights",
                 )
             known = [each for each in ids if 0 <= each < vocab_size]
+            beyond = [each for each in ids if each >= vocab_size]
+            # Nothing would end a text, or another token would begin it.
+            if beyond and not (name == "eos_token_id" and known):
+                raise CheckpointError(
+                    f"{file}: {name}: expected ids below vocab_size = {vocab_size}, found {beyond[0]}",
+                    hint="give the id that the tokenizer has for it, or null where there is no such token",
+                )
             # The order of tokens with which a text begins matters; those that end one are a set.
             found[name] = known if name.startswith("decoder_") else sorted(set(known))
     if own:

@@ -20,13 +20,12 @@ from typing import Any
 from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, LEAN_PREFIX, PART_FRAME, devices_text
 from prejit.runtime.recorded.hook.jaxpr_texts import jaxpr_text, value_text
 from prejit.runtime.recorded.hook.kept_shardings import (
-    NotKeptError,
     axes_of,
     axis_types,
     sharding_json,
     sharding_of,
 )
-from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
+from prejit.runtime.recorded.hook.plain_texts import digest_of, jit_text, text_of
 
 Json = Any
 
@@ -357,30 +356,6 @@ def _sharding(described: Json, devices: dict[int, Any]) -> Any:
 
     chosen = tuple(devices[id_] for id_ in described[1])
     return GSPMDSharding.get_replicated(chosen, memory_kind=described[2])
-
-
-def jit_text(info: Any) -> str:
-    """Return what jax.jit was given beside the function."""
-    parts = []
-    for name in info._fields:
-        value = getattr(info, name)
-        if name in ("fun_sourceinfo", "fun_signature"):
-            continue
-        if name.endswith("_treedef"):
-            value = str(value)
-        elif name.endswith("shardings_leaves"):
-            value = [_text_of_sharding(each) for each in value]
-        elif name.endswith("layouts_leaves"):
-            value = [str(each) for each in value]
-        parts.append(f"{name}={text_of(value)}")
-    return ", ".join(parts)
-
-
-def _text_of_sharding(value: Any) -> str:
-    try:
-        return str(sharding_json(value))
-    except NotKeptError:
-        return str(value)
 
 
 def structure_of(class_: Any, beside: Any, children: Sequence[Any]) -> Any:

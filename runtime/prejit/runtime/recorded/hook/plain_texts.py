@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import gc
 import hashlib
 import inspect
 import logging
@@ -20,6 +21,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
+
+from prejit.runtime.recorded.hook.kept_shardings import NotKeptError, sharding_json
 
 _MAXIMUM_VALUES = 20_000
 """How many values one text looks at. What comes after them is left out, in every process alike."""
@@ -42,6 +45,9 @@ def text_of(value: Any, *, without_libraries: bool = False) -> str:
     what they close over; of functions of the program itself also the globals that they name.
     `without_libraries` leaves out numbers and arrays of the closures of other functions, such as optax's:
     they keep there what they have found out.
+
+    Raises:
+        NotKeptError: it holds an iterator of C, such as of itertools, which does not tell where it is.
     """
     writer = _Writer(without_libraries, frozenset())
     text = writer.text(value, _DEPTH)
@@ -70,7 +76,7 @@ class _Writer:
         if isinstance(value, types.ModuleType):
             return value.__name__
         name = _name(kind)
-        if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum) and not is_of_program(kind.__module__):
             return f"{name}.{value.name}"
         known = self.texts.get(id(value))
         if known is not None:
@@ -99,7 +105,8 @@ class _Writer:
         if inspect.isfunction(value):
             return self._function(value, depth)
         if hasattr(value, "__wrapped__"):  # of jax.jit and other wrappers
-            beside = "" if name == _JITTED else self._beside(value, depth)
+            is_jit = name == _JITTED
+            beside = jit_text(value._jit_info) if is_jit else self._beside(value, depth)
             return f"{name}({self.text(value.__wrapped__, depth)}){beside}"
         if inspect.isroutine(value) and hasattr(value, "__qualname__"):  # no cached_property
             owner = self.text(getattr(value, "__self__", None), depth)
@@ -115,6 +122,8 @@ class _Writer:
         if name in _JAXPRS:  # its variables are numbered over all traces of the process
             plain = _ADDRESS.sub("", str(value))
             return f"{name} {plain} {self.text(getattr(value, 'consts', None), depth)}"
+        if isinstance(value, np.ufunc):  # that of np.frompyfunc calls a function
+            return f"{name} {value.__name__}({self._all(gc.get_referents(value), depth)})"
         if isinstance(value, property):
             return f"{name}({self._all((value.fget, value.fset), depth)})"
         if value is os.environ:  # it has the orders of `prejit record` and `run`, too
@@ -128,6 +137,8 @@ class _Writer:
         held = self.text(attributes, depth) if attributes else _repr_of(value)
         if not held and (state := _state_of(value)) is not None:
             held = self.text(state, depth)
+        if not held and isinstance(value, Iterator) and not is_of_program(type(value).__module__):
+            raise NotKeptError(f"it holds a {name}, an iterator that does not tell where it is")
         return f"{self.text(type(value), depth)}{held}"
 
     def _builtin(self, value: Any, depth: int) -> str:
@@ -170,6 +181,10 @@ class _Writer:
             or inspect.isfunction(each)
             or hasattr(each, "__wrapped__")
         }
+        if issubclass(kind, enum.Enum):
+            held.pop("_value2member_map_", None)  # flags note there what code has combined
+        if is_of_program(type(kind).__module__):
+            held["of the metaclass"] = type(kind)
         return f"{_name(kind)}({self.text(held, depth)})"
 
     def _function(self, function: types.FunctionType, depth: int) -> str:
@@ -194,7 +209,7 @@ class _Writer:
             held += found
             held += [{k: v for k, v in vars(function).items() if k != "__wrapped__"} or None]
             # Not those that it imports itself: a call without a trace leaves them unimported.
-            modules = [*filter(inspect.ismodule, found)]
+            modules = [*filter(inspect.ismodule, held)]
             for module in modules:
                 read = [_of_module(module, name) for name in names]
                 held += read
@@ -314,7 +329,8 @@ def _state_of(value: Any) -> Any:
     """Return the state of an object of Python's own classes that neither attributes nor a repr tell."""
     if inspect.isgenerator(value):
         frame = value.gi_frame
-        return frame and (value.gi_code.co_qualname, frame.f_lasti, dict(frame.f_locals))
+        place = frame and (frame.f_lasti, dict(frame.f_locals))
+        return value.gi_code.co_qualname, place
     with contextlib.suppress(Exception):
         if isinstance(value, ContextVar):
             return value.get(None)
@@ -331,6 +347,33 @@ def _state_of(value: Any) -> Any:
 
 _MOST_BYTES = 1 << 20
 """Maximum size of memory that is read."""
+
+
+def jit_text(info: Any) -> str:
+    """Return what jax.jit was given beside the function."""
+    names = [name for name in info._fields if name not in ("fun_sourceinfo", "fun_signature")]
+    return _options_text(tuple((name, getattr(info, name)) for name in names))
+
+
+@functools.lru_cache(4096)
+def _options_text(options: tuple[tuple[str, Any], ...]) -> str:
+    parts = []
+    for name, value in options:
+        if name.endswith("_treedef"):
+            value = str(value)
+        elif name.endswith("shardings_leaves"):
+            value = [_text_of_sharding(each) for each in value]
+        elif name.endswith("layouts_leaves"):
+            value = [str(each) for each in value]
+        parts.append(f"{name}={text_of(value)}")
+    return ", ".join(parts)
+
+
+def _text_of_sharding(value: Any) -> str:
+    try:
+        return str(sharding_json(value))
+    except NotKeptError:
+        return str(value)
 
 
 def _array(value: Any) -> str:

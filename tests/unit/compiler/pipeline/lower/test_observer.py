@@ -2,6 +2,7 @@
 
 import _posixshmem
 import builtins
+import contextlib
 import importlib.machinery
 import mmap
 import os
@@ -169,6 +170,24 @@ def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, mo
     assert made.changed()
 
 
+def test_the_order_in_which_the_system_lists_names_is_noticed(tmp_path, monkeypatch):
+    listing = ASKING.format("float(os.listdir(HERE / 'kind')[0])")
+    made = Project(tmp_path, {"p": "model:f"}, model=listing)
+    for name in "23":
+        made.write(f"kind/{name}", "")
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def reversed_scan(path):
+        with scan(path) as entries:
+            yield reversed([*entries])
+
+    monkeypatch.setattr(os, "scandir", reversed_scan)
+    assert made.trace() == {"p"}
+
+
 RECORD = """\
 ../../../bin/toy,sha256={other},10
 __editable___toy_finder.py,sha256={other},10
@@ -246,6 +265,8 @@ def test_hooks_are_gone_after_a_trace(tmp_path):
         of_libraries = safetensors.numpy.safe_open, tensorstore.open, tensorstore.KvStore.open
         return (*of_python, *of_imports, *starts, *of_libraries)
 
+    with observing(Observer(str(tmp_path))):  # the first one watches variables for good
+        pass
     before = hooks()
     project(tmp_path, SAME)
     assert hooks() == before

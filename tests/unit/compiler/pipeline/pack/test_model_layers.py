@@ -323,6 +323,11 @@ def test_tokens_that_begin_and_end_texts_or_begin_answers_are_ids_that_a_token_h
         ):
             with pytest.raises(CheckpointError, match=rf"/{file}\.json: {name}: expected a token"):
                 ids_of(tmp_path, *both)
+    for name, wrong in ((bos, 50), (eos, 50), (eos, [-1, 2**70]), (start, [3, 50])):
+        said = rf"/generation_config\.json: {name}: expected ids below vocab_size = 50, found \d+"
+        with pytest.raises(CheckpointError, match=said) as beyond:
+            ids_of(tmp_path, {}, {name: wrong})
+        assert "null" in beyond.value.hint
 
 
 def test_beside_a_decoder_of_the_user_the_tokenizer_gives_what_no_file_says(tmp_path):
