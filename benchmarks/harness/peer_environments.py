@@ -88,6 +88,7 @@ ENVIRONMENTS = {
     "ctranslate2": Environment(("ctranslate2", "numpy")),
     "onnxruntime": Environment(("onnxruntime", "numpy")),
     "openvino": Environment(("openvino", "openvino-genai")),
+    "torch": Environment((TORCH, "transformers"), 3),
     "export-onnx": Environment((TORCH, "optimum-onnx[onnxruntime]", "onnx-ir", "ctranslate2"), 3),
     "export-openvino": Environment(
         (TORCH, "optimum-intel[openvino]", "onnx"), 3, unwanted=("torchvision",)

@@ -190,6 +190,14 @@ def openvino(
     return child(python, "peers/openvino_child.py", work, path, precision), {}
 
 
+def torch_compile(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of transformers and torch.compile, with a warm cache of compiled code."""
+    python = peer_environments.interpreter(bench.directory, "torch")
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(bench.directory / "inductor-cache")}
+    path = str(bench.model(work.model))
+    return child(python, "peers/torch_child.py", work, path, dtype), environment
+
+
 TASKS = {
     "generate": "text-generation-with-past",
     "prefill": "text-generation-with-past",
@@ -319,6 +327,17 @@ ENTRANTS = (
             packages=("ctranslate2",),
         )
         for dtype in ("float32", "int8")
+    ),
+    *(
+        Entrant(
+            f"torch.compile {dtype}",
+            dtype,
+            partial(torch_compile, dtype=dtype),
+            frozenset({("generate", "gpt2")}),
+            environment="torch",
+            packages=("torch", "transformers"),
+        )
+        for dtype in ("float32", "bfloat16")
     ),
     Entrant("JAX bfloat16, persistent cache", "bfloat16", jax_bfloat16, _GPT2),
 )
