@@ -2,10 +2,10 @@
 
     python -m benchmarks.studies.guessed_tokens [--rounds 3] [--tokens 64]
 
-The target computes the demo model at the size of 12 layers of width 1,536: 344 million weights. The draft is a
-layer of the demo model that has learnt from it for 400 steps (`benchmarks.harness.trained_pairs`; it needs
-`pip install --group demo-model`). Texts are files of Python's library that neither model has seen. Each round is
-a fresh process, in which every way continues each text in turn; all give the same tokens.
+The target computes the demo model at the size of 12 layers of width 1,536: 344 million weights. The draft
+is a layer of the demo model that has learnt from it for 400 steps (`benchmarks.harness.trained_pairs`; it
+needs `pip install --group demo-model`). Texts are files of Python's library that neither model has seen.
+Each round is a fresh process, in which every way continues each text in turn; all give the same tokens.
 """
 
 from __future__ import annotations
