@@ -103,7 +103,7 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     assert KnownForms().missing([SMALL, only_dot], HERE, fresh=True) == (SMALL,)
     near = measured(replace(LARGE, rows=4, inputs=1024), loop=1, kernel=9)
     far = measured(replace(LARGE, rows=64), kernel=1, widened_dot=9)
-    other_dtype = measured(replace(LARGE, dtype="bfloat16"), kernel=1, loop=9)
+    other_dtype = measured(replace(LARGE, dtype="float32"), kernel=1, dot=9)
     other_level = measured(LARGE, replace(HERE, level="x86-64-v3"), kernel=1, loop=9)
     other_order = measured(replace(LARGE, in_out=True), loop=9)
     known = KnownForms(recorded=table(far, near, other_dtype, other_level, other_order))
