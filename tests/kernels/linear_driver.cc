@@ -82,7 +82,7 @@ double rounded(double v) {
 // Returns a row of x as products with weights of a dtype round it.
 std::vector<double> rounded(Dtype dtype, const float* row, int64_t inputs) {
   std::vector<double> found(row, row + inputs);
-  float most = 1e-35f;
+  float most = 1e-33f;
   for (int64_t l = 0; l < inputs; ++l) most = std::fmax(most, std::fabs(row[l]));
   for (int64_t l = 0; l < inputs; ++l) {
     if (dtype == Dtype::kBfloat16) found[l] = rounded(row[l]);
@@ -112,6 +112,7 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
   Array<float> x(m * k, at_page), y(m * n, at_page), bias(n, at_page), scale(n, at_page), residual(m * n, at_page);
   Array<W> w(n * k, at_page), up(n * k, at_page);
   fill(random, x), fill(random, bias), fill(random, scale), fill(random, residual), fill(random, w), fill(random, up);
+  if (m > 1) std::fill(x.data, x.data + k, 0.0f);
   Linear product;
   product.rows = m, product.positions = m, product.inputs = k, product.outputs = n;
   product.x = x.data;

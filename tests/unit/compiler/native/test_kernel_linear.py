@@ -127,7 +127,7 @@ def test_measurements_round_x_as_kernels_of_int4():
 
 def fixed_point(x):
     """Return float32 [..., K] as integers of 16 bits times a float32 factor of each row."""
-    most = np.abs(x).max(-1, keepdims=True, initial=np.float32(1e-35))
+    most = np.abs(x).max(-1, keepdims=True, initial=np.float32(1e-33))
     integers = np.rint(x * (np.float32(32639) / most)).astype(np.float64)
     return integers * (most / np.float32(32639))
 
@@ -335,6 +335,17 @@ def test_bytes_of_extreme_inputs_are_right(kernels):
         part = replace(case, x=x)
         found, (expected, of_terms) = run(part, kernels), reference(part)
         assert (np.abs(found - expected) <= 2e-6 * of_terms + 2.0**-92).all(), size
+
+
+@pytest.mark.parametrize("rows", [8, 40])
+def test_rows_of_extreme_sizes_are_right_in_int8(kernels, rows):
+    case = drawn(13, (rows, 70, 33), "int8")
+    x = case.x.copy()
+    sizes = np.float32([0, 1e-44, 1e-36, 1e-34, 2e-33, 1e-20, 1e30])
+    x[: len(sizes)] *= sizes[:, None]
+    part = replace(case, x=x)
+    found, (expected, of_terms) = run(part, kernels), reference(part)
+    assert (np.abs(found - expected) <= 2e-6 * of_terms + 1e-30).all()
 
 
 def test_wrong_arguments_are_an_error_and_no_crash(kernels):

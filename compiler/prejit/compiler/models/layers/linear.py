@@ -268,8 +268,9 @@ def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = Non
         elsewhere = partial(dot_of_parts, contracted=contracted) if rows > 1 else on_cpu
         y = lax.platform_dependent(flat, weight, cpu=on_cpu, default=elsewhere)
     else:
-        # XLA drops a pair of astype conversions, because it only loses precision.
-        flat = lax.reduce_precision(flat, exponent_bits=8, mantissa_bits=7)
+        if weight.dtype == jnp.bfloat16:
+            # XLA drops a pair of astype conversions, because it only loses precision.
+            flat = lax.reduce_precision(flat, exponent_bits=8, mantissa_bits=7)
         y = _widened_dot(flat, weight, contracted, form)
     return y.reshape(*x.shape[:-1], -1)
 

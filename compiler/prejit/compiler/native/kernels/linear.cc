@@ -234,7 +234,7 @@ bool linear_by_panels(const Linear& p) {
 bool linear(const Linear& product) {
   if (product.rows == 0 || product.outputs == 0) return true;
   if (product.weights.dtype == Dtype::kInt4) return linear_int4(product);
-  if (product.weights.dtype == Dtype::kInt8 && product.inputs <= kMostFixedInputs) return linear_by_fixed_point(product);
+  if (product.weights.dtype == Dtype::kInt8 && product.inputs <= kMostIntegerInputs) return linear_by_fixed_point(product);
   Multiplier by = product.weights.dtype == Dtype::kBfloat16 ? multiplier() : Multiplier::kFloat32;
   if (by == Multiplier::kAvx512Bf16) return linear_by_bf16_dots(product);
   if (by == Multiplier::kAmx && usual_rows(product) >= kFewestTileRows) return linear_by_amx(product);

@@ -10,7 +10,7 @@ namespace prejit {
 constexpr int64_t kFewestTileRows = 8;
 
 // Does what linear() does for bfloat16 weights where the multiplier is kAmx, and for int8 weights where there are
-// byte_tiles(), too, with at most kMostFixedInputs. Returns false if memory is exhausted.
+// byte_tiles(), too, with at most kMostIntegerInputs. Returns false if memory is exhausted.
 bool linear_by_amx(const Linear& p);
 
 }  // namespace prejit

@@ -38,13 +38,17 @@ constexpr int64_t kFewSteps = 16;
 constexpr float kDigit = 254;
 // A smaller range of a row is taken for this one, because the number of steps divided by it would not be finite.
 constexpr float kLeastRange = 1e-35f;
-// A fixed-point number: the largest whose high digit is at most 127.
-constexpr float kMostFixed = 127 * 256 + 127;
+// The largest fixed-point number whose high digit is at most 127.
+constexpr int32_t kMostFixed = 127 * 256 + 127;
+// A largest number of a row that is smaller is taken for this one: its inverse and its factor are normal numbers.
+constexpr float kLeastFixed = 1e-33f;
 // Low digits, of numbers and of their sums.
 constexpr int kLowBits = 8;
 constexpr int32_t kLowMask = (1 << kLowBits) - 1;
 // Pairs of products with 16 bits whose sum fits 32 bits.
 constexpr int64_t kShortsAtOnce = 256;
+// With the rest of a row, and what an earlier carry left.
+static_assert((kShortsAtOnce + 1) * 2 * 128 * int64_t{kMostFixed} + kLowMask < int64_t{1} << 31);
 
 PREJIT_INLINE Ints nearest(Floats v) {
 #if defined(__AVX512F__)
@@ -181,7 +185,7 @@ inline float round_fixed(const float* x, int64_t inputs, bool are_bytes, bool ar
   bool is_finite = most < 0x7F800000;
   float largest;
   memcpy(&largest, &most, sizeof largest);
-  if (largest < kLeastRange) largest = kLeastRange;
+  if (largest < kLeastFixed) largest = kLeastFixed;
   float inverse = kMostFixed / largest;
   Ints high_sum = {}, low_sum = {};
   for (int64_t k = 0; k < inputs_of_vectors(inputs); k += kLanes) {

@@ -31,7 +31,7 @@ struct Ahead {
   int64_t step = 0;         // Elements for each vector that is multiplied.
 };
 
-// How a tile is multiplied: some rows of x and some outputs. Others are in linear_integers.h. Each has
+// How a tile is multiplied: some rows of x and some outputs. Others are in linear_fixed_dots.h. Each has
 //
 //   X, Weight   the elements of x as it is packed, and of weights
 //   kInputs     the inputs of a vector

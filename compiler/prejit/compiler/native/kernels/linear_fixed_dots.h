@@ -175,8 +175,8 @@ struct ShortDots {
   static constexpr int kInputs = 2 * kLanes;
   static constexpr int streams(int rows) { return FloatDots<int8_t>::streams(rows); }
 
-  using Bytes = VectorOf<int8_t, kInputs>::type;
-  static PREJIT_INLINE Ints widened(Bytes bytes) {
+  using Some = VectorOf<int8_t, kInputs>::type;
+  static PREJIT_INLINE Ints widened(Some bytes) {
 #if defined(__AVX512F__)
     return reinterpret_cast<Ints>(_mm512_cvtepi8_epi16(reinterpret_cast<__m256i>(bytes)));
 #elif defined(__AVX2__)
@@ -205,9 +205,9 @@ struct ShortDots {
     };
     for (int64_t k = 0; k < inputs;) {
       for (int64_t end = least(inputs, k + kShortsAtOnce * kInputs); k + kInputs <= end; k += kInputs, ahead.from += ahead.step)
-        add(k, [](const int8_t* from) __attribute__((always_inline)) { return load_as<Bytes>(from); });
+        add(k, [](const int8_t* from) __attribute__((always_inline)) { return load_as<Some>(from); });
       if (int64_t rest = inputs - k; rest < kInputs && rest > 0) {
-        add(k, [rest](const int8_t* from) __attribute__((always_inline)) { return load_rest<Bytes>(from, rest); });
+        add(k, [rest](const int8_t* from) __attribute__((always_inline)) { return load_rest<Some>(from, rest); });
         k = inputs;
       }
 #pragma GCC unroll 4

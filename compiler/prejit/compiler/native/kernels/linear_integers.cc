@@ -34,8 +34,6 @@ constexpr int64_t kBlockRows = 8 * kTileRows;
 constexpr int64_t kRowBytes = 4 << 20;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
-// Sums of more products might not fit 32 bits.
-constexpr int64_t kMostInputs = 1 << 16;
 
 // Fewer rows than these read W in place: to copy a strip takes as long as to multiply it with so many rows.
 constexpr int64_t kFewestStripRows = 24;
@@ -56,8 +54,8 @@ struct Pairs {
   Ints even, odd;
 };
 PREJIT_INLINE Pairs pairs_of(Ints bytes) {
-  using Shorts = VectorOf<int16_t, 2 * kLanes>::type;
-  Shorts w = reinterpret_cast<Shorts>(bytes);
+  using Halves = VectorOf<int16_t, 2 * kLanes>::type;
+  Halves w = reinterpret_cast<Halves>(bytes);
   return {reinterpret_cast<Ints>(w << 8 >> 8), reinterpret_cast<Ints>(w >> 8)};
 }
 
@@ -257,7 +255,8 @@ void multiply_digits(const PackedRows& x, int64_t index, const Strip& strip, int
   }
 }
 
-// The same for fixed-point numbers of 16 bits, few of whose products fit 32 bits.
+// The same for fixed-point numbers of 16 bits, few of whose products fit 32 bits. Their zero is 0, so that the sums of
+// weights, which only the last part of a strip has behind it, count nowhere.
 void multiply_shorts(const PackedRows& x, int64_t index, const Strip& strip, int32_t* some, int32_t* sums) {
   int64_t count = x.blocks[index].rows * kStripOutputs;
   int32_t *highs = sums, *lows = sums + count;
@@ -366,7 +365,7 @@ bool linear_by_dots(const Linear& p) {
 
 bool linear_by_integers(const Linear& p) {
   bool has_rows = p.weights.dtype == Dtype::kInt8 && p.rows != 0 && p.outputs != 0;
-  if (!has_rows || p.inputs > kMostInputs || multiplier() == Multiplier::kAmx) return linear(p);
+  if (!has_rows || p.inputs > kMostIntegerInputs || multiplier() == Multiplier::kAmx) return linear(p);
   return linear_by_strips(p, false);
 }
 
