@@ -12,6 +12,7 @@ from tests.parity.adapter_cases import write_adapter
 from prejit.runtime.errors import CheckpointError, UntrustedError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.checks.adapter_stacks import StackPair
+from prejit.runtime.lora import peft_files
 from prejit.runtime.lora.peft_files import read_adapter
 
 LLAMA = "model.layers.{}.self_attn.q_proj"
@@ -66,6 +67,12 @@ def test_a_pattern_that_may_take_for_ever_is_refused(key, pattern, tmp_path):
         read_adapter(at, pairs())
     assert "by name" in caught.value.hint
     assert time.process_time() - began < 1
+
+
+def test_layers_that_a_pattern_does_not_find_are_left_out():
+    config = {"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": "h|layers"}
+    for module, key in (("x.h.1.q", "layers_to_transform"), ("layers.1.q", ""), ("q", "")):
+        assert peft_files.left_out_by(config, module) == key
 
 
 def test_numbers_that_become_infinite_are_errors_that_name_what_made_them(tmp_path):

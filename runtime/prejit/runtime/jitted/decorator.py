@@ -329,9 +329,13 @@ class _Jitted(OneProcess):
             raise MissError(
                 "mesh", "several processes share jax's devices, which Bundle.call supports"
             )
-        for setting in ("jax_debug_nans", "jax_debug_infs", "jax_disable_most_optimizations"):
-            # The last has no attribute, because no context manager sets it.
-            if getattr(jax.config, setting, jax.config.values.get(setting)):
+        settings = {
+            "jax_debug_nans": jax.config.jax_debug_nans,
+            "jax_debug_infs": jax.config.jax_debug_infs,
+            "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
+        }
+        for setting, is_on in settings.items():
+            if is_on:
                 raise MissError("settings", f"{setting} is on, which executables cannot obey")
 
     def _returned(

@@ -65,7 +65,7 @@ _KINDS = ("gaussian", "orthogonal", "eva")
 _MOST_PATTERNS, _MOST_CHARACTERS, _MOST_CHOICES = 4096, 256, 200_000
 """Limits of the patterns of a file: Python's matching cannot be interrupted."""
 _MOST_ALPHA = 1e6
-"""A larger one is no number of people, and makes weights infinite."""
+"""Published ones are at most some thousands; much larger ones make weights infinite."""
 
 
 @dataclass(frozen=True)
@@ -369,13 +369,13 @@ def left_out_by(config: Mapping[str, Any], module: str, *, is_end: bool = False)
     if not _is_named(targets, module):
         return "target_modules"
     layers = config.get("layers_to_transform")
-    if isinstance(targets, str) or layers in (None, []):
+    if isinstance(targets, str) or module in targets or layers in (None, []):
         return ""
     # Without a pattern a name precedes the list of layers.
     patterns = _listed(config.get("layers_pattern") or [r".*?\.[^.]*"])
     found = (_compiled(rf"(?:^|.*?\.){each}\.(?P<layer>\d+)\.").match(module) for each in patterns)
-    layer = next((int(match["layer"]) for match in found if match), None)
-    return "" if layer in _listed(layers) else "layers_to_transform"
+    layer = next((match["layer"] for match in found if match), None)
+    return "" if layer and int(layer) in _listed(layers) else "layers_to_transform"
 
 
 def _is_named(names: str | list[str], module: str) -> bool:

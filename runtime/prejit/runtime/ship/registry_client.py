@@ -263,7 +263,9 @@ def _said(response: Response) -> str:
     """Return what a registry says about its refusal, with a colon before it."""
     content = b""
     with contextlib.suppress(Exception):  # it is cut, or too slow
-        content = next(arriving(response, response.url), b"")
+        content = (
+            next(arriving(response, response.url), b"") or response.content
+        )  # if it was read before
     errors = parse_object(content).get("errors")
     first = errors[0] if isinstance(errors, list) and errors else None
     if not isinstance(first, dict):

@@ -12,10 +12,11 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.typed_json import parse_object
-from prejit.runtime.errors import StoreError
+from prejit.runtime.errors import PrejitError, StoreError
 from prejit.runtime.ship.repository import arriving
 
 if TYPE_CHECKING:
@@ -217,7 +218,15 @@ class RegistryLogin:
             self._refused = given
         if given.status_code in (401, 403, 429) or given.status_code >= 500:
             return given
-        found = parse_object(next(arriving(given, self.realm), b""))
+        try:
+            content = b"".join(
+                islice(arriving(given, self.realm), 2)
+            )  # a second piece tells of an end
+        except PrejitError:
+            raise
+        except Exception as error:  # urllib3's own, which are no OSErrors
+            raise ConnectionError(f"{self.realm:.200}: {error}") from error
+        found = parse_object(content)
         token = found.get("token") or found.get("access_token")
         if not token:
             raise StoreError(

@@ -44,10 +44,6 @@ _CHUNK_BYTES = 16
 """How many bytes of a chunk are its frame: its length and two line ends. More are extensions."""
 
 
-PROBE_SECONDS = 0.5
-"""A client that has shut its sending side may wait for its answer, or be gone. Only a write tells, so one
-follows another in this time."""
-
 _OF_UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 """Headers that offer another protocol, which a server may ignore (RFC 9110, section 7.8)."""
 
@@ -199,7 +195,6 @@ class Connection(HttpToolsProtocol):
     _unread_bytes = 0  # of the body of a request that is answered already
     _reads_head = True
     _is_lost = False
-    _is_half_closed = False  # the client sends no more
     _refusal = ""  # why the parser was stopped
     _answered: RequestResponseCycle | None = None  # the request that is answered now, or was last
 
@@ -208,23 +203,6 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.parser = _Parser(self)
         self._start_timer()
-
-    def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Answer the requests of a client that has sent them whole and shuts its sending side."""
-        self._is_half_closed = self.cycle is not None and not (
-            self.cycle.more_body or self.cycle.response_complete
-        )
-        if self._is_half_closed:
-            self._probe()
-        return self._is_half_closed
-
-    def _probe(self) -> None:
-        """Write what a client ignores (RFC 9110, section 15.2): one that is gone resets the connection."""
-        if self._is_lost or self.transport.is_closing() or self._answered is None:
-            return
-        if not self._answered.response_started and self._answered.scope["http_version"] == "1.1":
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.loop.call_later(PROBE_SECONDS, self._probe)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a connection, and the request that is answered: uvicorn tells only the last one that came."""
@@ -327,10 +305,7 @@ class Connection(HttpToolsProtocol):
         """Wait for the next request of the connection, or for the client to read the last answer."""
         if self._answered is not None:
             self._answered.body = bytearray()  # of a request that was refused
-        is_last = self._is_half_closed and not self.pipeline
         super().on_response_complete()
-        if is_last:
-            self.transport.close()
         self._start_timer()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

@@ -90,7 +90,7 @@ def test_a_registry_that_sends_a_byte_now_and_then(part, tmp_path, monkeypatch):
     with fake_registry() as found:
         moved(GOLDEN / "call", f"oci://{found.host}/call:v1")
         found.fault = fault
-        with pytest.raises(StoreError, match=r"expected at least 60 KiB in 0 s, found [1-9] bytes"):
+        with pytest.raises(StoreError, match=r"expected at least 60 KiB in 0 s, found \d+ bytes"):
             moved(f"oci://{found.host}/call:v1", tmp_path / "back")
 
 

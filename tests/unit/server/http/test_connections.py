@@ -50,17 +50,6 @@ async def slow_headers(request):
     return PlainTextResponse(f"authorization: {request.headers.get('authorization', 'none')}")
 
 
-async def later(request):
-    """A second later, unless the client goes before."""
-    Streams.begun += 1
-    for _ in range(20):
-        await asyncio.sleep(0.05)
-        if await request.is_disconnected():
-            Streams.closed += 1
-            break
-    return PlainTextResponse("hello")
-
-
 async def large(request):
     return Response(b"x" * (16 << 20))
 
@@ -90,7 +79,6 @@ def serving(settings):
             Route("/hello", hello),
             Route("/size", size, methods=["POST"]),
             Route("/slow_headers", slow_headers, methods=["POST"]),
-            Route("/later", later),
             Route("/large", large),
             Route("/stream", stream),
         ],
@@ -252,30 +240,6 @@ def test_a_client_that_goes_ends_all_its_requests_and_a_reset_one_is_freed(serve
         assert connection.recv(1000).startswith(b"HTTP/1.1 405")
         [kept] = server.server.server_state.connections
         assert len(kept.cycle.body) == 0
-
-
-def test_a_client_that_shuts_its_sending_side_gets_its_answers_and_one_that_goes_does_not(
-    monkeypatch, server
-):
-    monkeypatch.setattr(connections, "PROBE_SECONDS", 0.1)
-    later = GET.replace(b"hello", b"later")
-    for sent, ready in ((later, 1), (GET + later + later, 3), (later.replace(b"/1.1", b"/1.0"), 1)):
-        with server.connect() as connection:
-            connection.sendall(sent)
-            connection.shutdown(socket.SHUT_WR)
-            got = answer(connection)
-        assert got.count(b" 200 OK\r\n") == got.count(b"\r\n\r\nhello") == ready
-        assert (b" 100 Continue\r\n\r\n" in got) == (b"/1.1" in sent)
-    with server.connect() as connection:
-        connection.sendall(b"POST /size" + HEAD + b"Content-Length: 9\r\n\r\na")
-        connection.shutdown(socket.SHUT_WR)
-        assert answer(connection) == b""
-    assert (Streams.begun, Streams.closed) == (4, 0)
-    with server.connect() as connection:
-        connection.sendall(later)
-        wait_for(lambda: Streams.begun == 5)
-    wait_for(lambda: Streams.closed == 1)
-    assert not server.server.server_state.connections
 
 
 def test_a_body_in_another_transfer_coding_is_not_read_as_what_it_is_not(server):

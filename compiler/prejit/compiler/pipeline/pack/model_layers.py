@@ -137,25 +137,25 @@ def special_ids(
             directory / "generation_config.json", required=False
         ),
     }
-    for file, values in files.items():
-        for name in found.keys() & values.keys():
-            value = values[name]
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-                raise CheckpointError(
-                    f"{file}: {name}: expected a token id or a list of them, found {value!r:.80}",
-                    hint="correct the file, or take the one that was published with the weights",
-                )
-            known = [each for each in ids if 0 <= each < vocab_size]
-            beyond = [each for each in ids if each >= vocab_size]
-            # Nothing would end a text, or another token would begin it.
-            if beyond and not (name == "eos_token_id" and known):
-                raise CheckpointError(
-                    f"{file}: {name}: expected ids below vocab_size = {vocab_size}, found {beyond[0]}",
-                    hint="give the id that the tokenizer has for it, or null where there is no such token",
-                )
-            # The order of tokens with which a text begins matters; those that end one are a set.
-            found[name] = known if name.startswith("decoder_") else sorted(set(known))
+    given = {name: (file, values[name]) for file, values in files.items() for name in values}
+    for name in found.keys() & given.keys():
+        file, value = given[name]
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise CheckpointError(
+                f"{file}: {name}: expected a token id or a list of them, found {value!r:.80}",
+                hint="correct the file, or take the one that was published with the weights",
+            )
+        known = [each for each in ids if 0 <= each < vocab_size]
+        beyond = [each for each in ids if each >= vocab_size]
+        # Nothing would end a text, or another token would begin it.
+        if beyond and not (name == "eos_token_id" and known):
+            raise CheckpointError(
+                f"{file}: {name}: expected ids below vocab_size = {vocab_size}, found {beyond[0]}",
+                hint="give the id that the tokenizer has for it, or null where there is no such token",
+            )
+        # The order of tokens with which a text begins matters; those that end one are a set.
+        found[name] = known if name.startswith("decoder_") else sorted(set(known))
     if own:
         of_tokenizer = _ids_of_tokenizer(directory)
         for name in names:

@@ -306,6 +306,7 @@ def test_tokens_that_begin_and_end_texts_or_begin_answers_are_ids_that_a_token_h
         ({eos: 3, bos: 2}, {}, ((3,), 2, ())),
         ({eos: 3}, {eos: [7, 5, 7]}, ((5, 7), None, ())),
         ({eos: 3, bos: 1}, {eos: None}, ((), 1, ())),
+        ({eos: 50256, bos: 50256}, {eos: 3, bos: 1}, ((3,), 1, ())),  # of a smaller vocabulary
         # A model that also reads images often gives them with the text model alone.
         ({"text_config": {eos: 4, bos: 5}}, {}, ((4,), 5, ())),
         ({eos: [3], bos: None, "text_config": {eos: 4, bos: 5}}, {}, ((3,), 5, ())),
