@@ -72,18 +72,21 @@ PREJIT_INLINE Ints dots_of_pairs(Ints a, Ints b) {
 #endif
 }
 
-// In each four: 0 2 1 3, as weights are widened.
-PREJIT_INLINE Ints in_order_of_pairs(Ints v) {
-  constexpr int kOrder = _MM_SHUFFLE(3, 1, 2, 0);
-  Floats bits = reinterpret_cast<Floats>(v);
+// In each four lanes: two of a, then two of b, as the instruction's `order` says.
+template <int order>
+PREJIT_INLINE Ints shuffled(Ints a, Ints b) {
+  Floats x = reinterpret_cast<Floats>(a), y = reinterpret_cast<Floats>(b);
 #if defined(__AVX512F__)
-  return reinterpret_cast<Ints>(_mm512_shuffle_ps(bits, bits, kOrder));
+  return reinterpret_cast<Ints>(_mm512_shuffle_ps(x, y, order));
 #elif defined(__AVX2__)
-  return reinterpret_cast<Ints>(_mm256_shuffle_ps(bits, bits, kOrder));
+  return reinterpret_cast<Ints>(_mm256_shuffle_ps(x, y, order));
 #else
-  return reinterpret_cast<Ints>(_mm_shuffle_ps(bits, bits, kOrder));
+  return reinterpret_cast<Ints>(_mm_shuffle_ps(x, y, order));
 #endif
 }
+
+// In each four: 0 2 1 3, as weights are widened.
+PREJIT_INLINE Ints in_order_of_pairs(Ints v) { return shuffled<_MM_SHUFFLE(3, 1, 2, 0)>(v, v); }
 
 // Inputs of whole vectors of bytes, to which rows of fixed-point numbers are filled with zeros.
 inline int64_t inputs_of_vectors(int64_t inputs) { return parts_of(inputs, 4 * kLanes) * (4 * kLanes); }
@@ -123,6 +126,7 @@ PREJIT_INLINE Floats fixed_sum(Ints high, Ints low, Floats factor) {
   high = high + (low >> kLowBits), low = low & kLowMask;
   return (to_floats(high) * (1 << kLowBits) + to_floats(low)) * factor;  // the first product is exact
 }
+
 PREJIT_INLINE int64_t total(Ints v) {
   int64_t sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += v[i];
@@ -172,7 +176,7 @@ inline void round_rest(const float* x, int64_t inputs, bool are_bytes, char* to,
 }
 
 // Rounds a row to fixed-point numbers: bytes to `high` and `low`, else 16 bits to `high`. Returns the factor, which is NaN for
-// a row that is not finite. The sums of the digits are added to `sums`.
+// a row that is not finite. `sums` become the sums of the digits.
 inline float round_fixed(const float* x, int64_t inputs, bool are_bytes, bool are_in_pairs, char* high, char* low,
                          int32_t (&sums)[2]) {
   Ints size = {};

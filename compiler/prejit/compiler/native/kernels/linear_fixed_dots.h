@@ -1,8 +1,7 @@
 // Products of few rows of fixed-point numbers (linear_digits.h): as in linear_dot.h, weights are read in place, and lanes are
 // inputs. Sums are exact, so no order of rows, outputs or inputs changes a number.
 //
-// A packed row is a FixedRow, then its digits: 64 bytes of high ones and as many of low ones for each vector of weights, or
-// 16 bits each.
+// A packed row is a FixedRow, then its digits: all high ones and all low ones in bytes, or numbers of 16 bits.
 #pragma once
 
 #include "linear_digits.h"
@@ -34,18 +33,6 @@ PREJIT_INLINE Ints unpacked(Ints a, Ints b) {
   return reinterpret_cast<Ints>(upper ? _mm256_unpackhi_ps(x, y) : _mm256_unpacklo_ps(x, y));
 #else
   return reinterpret_cast<Ints>(upper ? _mm_unpackhi_ps(x, y) : _mm_unpacklo_ps(x, y));
-#endif
-}
-
-template <int order>
-PREJIT_INLINE Ints shuffled(Ints a, Ints b) {
-  Floats x = reinterpret_cast<Floats>(a), y = reinterpret_cast<Floats>(b);
-#if defined(__AVX512F__)
-  return reinterpret_cast<Ints>(_mm512_shuffle_ps(x, y, order));
-#elif defined(__AVX2__)
-  return reinterpret_cast<Ints>(_mm256_shuffle_ps(x, y, order));
-#else
-  return reinterpret_cast<Ints>(_mm_shuffle_ps(x, y, order));
 #endif
 }
 
