@@ -120,7 +120,7 @@ def enlarged(weights: Weights, copies: int, layers: int) -> Weights:
         return np.tile(matrix, (copies, 1)) / np.float32(copies)
 
     def in_heads(values: Any) -> Any:
-        """Put query, key and value [..., 3 * D] into larger heads, of which there are more."""
+        """Put query, key and value [..., 3 * D] into more and larger heads."""
         split = values.reshape(*values.shape[:-1], 3, HEADS, -1)
         more = [(0, 0)] * (split.ndim - 2) + [(0, heads - HEADS), (0, HEAD_SIZE - split.shape[-1])]
         wide = np.pad(split, more)

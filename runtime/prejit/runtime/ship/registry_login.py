@@ -219,9 +219,8 @@ class RegistryLogin:
         if given.status_code in (401, 403, 429) or given.status_code >= 500:
             return given
         try:
-            content = b"".join(
-                islice(arriving(given, self.realm), 2)
-            )  # a second piece tells of an end
+            # An error that cuts the answer is raised where a second piece is asked for.
+            content = b"".join(islice(arriving(given, self.realm), 2))
         except PrejitError:
             raise
         except Exception as error:  # urllib3's own, which are no OSErrors

@@ -339,9 +339,9 @@ def working_directory(directory: str) -> str:
 
 
 def directory_digest(path: str) -> str:
-    """Return the digest of the names in a directory, and of which ones are directories and links.
+    """Return the digest of the names in a directory, which tells directories and links from files.
 
-    Code may take them in the order in which the system lists them, so that counts, too.
+    The order in which the system lists them counts: code may take them in it.
     """
     try:
         with os.scandir(path) as entries:
