@@ -65,9 +65,7 @@ void transpose_words(const char* rows, int64_t stride, int64_t bytes, uint32_t* 
     Floats v[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) v[i] = load_as<Floats>(rows + i * stride + at);
-    transpose(v);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(to) + i * kGroup, v[i]);
+    store_transposed(v, reinterpret_cast<float*>(to), kGroup);
   }
 }
 
@@ -76,9 +74,7 @@ void pack_group(const float* x, int64_t count, int64_t inputs, uint32_t* to) {
   for (int64_t k = 0; k < inputs; k += kStep<Bf16>, to += kStepWords) {
     Floats v[kLanes] = {};
     for (int64_t row = 0; row < count; ++row) v[row] = load_pairs(x + row * inputs + k, inputs - k);
-    transpose(v);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(to) + i * kGroup, v[i]);
+    store_transposed(v, reinterpret_cast<float*>(to), kGroup);
   }
 }
 
@@ -221,7 +217,9 @@ PREJIT_AMX void release_tiles() { _tile_release(); }
 
 template <typename W>
 void multiply(int64_t groups, const Operands& of) {
-  return groups == 1 ? multiply_amx<W, 1>(of) : multiply_amx<W, 2>(of);
+  if constexpr (!kAreDigits<W>)
+    if (groups == 1) return multiply_amx<W, 1>(of);
+  multiply_amx<W, 2>(of);
 }
 
 // Rows [first, first + rows) of p, packed in groups.
@@ -297,9 +295,7 @@ void transpose_tile(const float* sums, int64_t groups, float* to) {
       Floats v[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) v[i] = load(sums + i * kGroup);
-      transpose(v);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store(to + (group * kGroup + i) * kPanel + half * kGroup, v[i]);
+      store_transposed(v, to + group * kGroup * kPanel + half * kGroup, kPanel);
     }
 }
 

@@ -133,22 +133,32 @@ PREJIT_INLINE int64_t total(Ints v) {
   return sum;
 }
 
+// Keeps the bits of the larger size of each lane. They are in the order of sizes, and above all of them infinity and NaN.
+PREJIT_INLINE Ints larger_size(Ints size, Floats v) {
+  Ints bits = reinterpret_cast<Ints>(v) & 0x7FFFFFFF;
+  return bits > size ? bits : size;
+}
+PREJIT_INLINE float largest_of(Ints sizes) {
+  int32_t most = 0;
+  for (int i = 0; i < kLanes; ++i) most = sizes[i] > most ? sizes[i] : most;
+  float largest;
+  memcpy(&largest, &most, sizeof largest);
+  return largest;
+}
+
 // Rounds a row to `to`, and returns whether it needs second digits. A row that is not finite gets a factor that is NaN.
 inline bool round_row(const float* x, int64_t inputs, bool are_bytes, char* to, Digits& digits, float& inverse) {
   Floats low = {}, high = {};
   Ints size = {};
   for (int64_t k = 0; k < inputs; k += kLanes) {
     Floats v = load_some(x + k, inputs - k);
-    Ints bits = reinterpret_cast<Ints>(v) & 0x7FFFFFFF;  // in the order of sizes, and above all of them infinity and NaN
-    size = bits > size ? bits : size;
+    size = larger_size(size, v);
     low = v < low ? v : low, high = v > high ? v : high;
   }
   float least_x = 0, largest_x = 0;
-  bool is_finite = true;
-  for (int i = 0; i < kLanes; ++i) {
-    is_finite = is_finite && size[i] < 0x7F800000;
+  for (int i = 0; i < kLanes; ++i)
     least_x = low[i] < least_x ? low[i] : least_x, largest_x = high[i] > largest_x ? high[i] : largest_x;
-  }
+  bool is_finite = largest_of(size) < __builtin_inff();
   float half = largest_x / 2 - least_x / 2;  // The whole range may not be finite.
   bool is_small = half < kLeastRange / 2;
   if (is_small) half = kLeastRange / 2;
@@ -180,15 +190,9 @@ inline void round_rest(const float* x, int64_t inputs, bool are_bytes, char* to,
 inline float round_fixed(const float* x, int64_t inputs, bool are_bytes, bool are_in_pairs, char* high, char* low,
                          int32_t (&sums)[2]) {
   Ints size = {};
-  for (int64_t k = 0; k < inputs; k += kLanes) {
-    Ints bits = reinterpret_cast<Ints>(load_some(x + k, inputs - k)) & 0x7FFFFFFF;
-    size = bits > size ? bits : size;
-  }
-  int32_t most = 0;
-  for (int i = 0; i < kLanes; ++i) most = size[i] > most ? size[i] : most;
-  bool is_finite = most < 0x7F800000;
-  float largest;
-  memcpy(&largest, &most, sizeof largest);
+  for (int64_t k = 0; k < inputs; k += kLanes) size = larger_size(size, load_some(x + k, inputs - k));
+  float largest = largest_of(size);
+  bool is_finite = largest < __builtin_inff();
   if (largest < kLeastFixed) largest = kLeastFixed;
   float inverse = kMostFixed / largest;
   Ints high_sum = {}, low_sum = {};

@@ -44,11 +44,10 @@ inline void pack_panel(const float* x, int64_t count, int64_t inputs, int lanes,
       if (rounds)
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) v[i] = rounded(v[i]);
-      transpose(v);
       if (rest >= kLanes) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(to + (k + i) * lanes + first, v[i]);
+        store_transposed(v, to + k * lanes + first, lanes);
       } else {
+        transpose(v);
         for (int i = 0; i < rest; ++i) store(to + (k + i) * lanes + first, v[i]);
       }
     }
@@ -128,9 +127,7 @@ inline void unpack_sums(const float* sums, int lanes, int64_t outputs, float* to
       Floats v[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) v[i] = load(sums + (o + i) * lanes + first);
-      transpose(v);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store(to + (first + i) * stride + o, v[i]);
+      store_transposed(v, to + first * stride + o, stride);
     }
 }
 

@@ -43,4 +43,11 @@ PREJIT_INLINE void transpose(Floats (&v)[kLanes]) {
 #endif
 }
 
+// to[j, i] = lane j of v[i].
+PREJIT_INLINE void store_transposed(Floats (&v)[kLanes], float* to, int64_t stride) {
+  transpose(v);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) store(to + i * stride, v[i]);
+}
+
 }  // namespace prejit
