@@ -68,8 +68,12 @@ ENVIRONMENTS = {
     "llama.cpp": Environment(
         ("llama-cpp-python", "gguf", "numpy"), 15, {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
     ),
-    # As its authors compiled it: for AVX2.
-    "ik_llama.cpp": Environment(("ik-llama-cpp-python", "gguf", "numpy")),
+    # Its wheels are for AVX2.
+    "ik_llama.cpp": Environment(
+        ("--no-binary=ik-llama-cpp-python", "ik-llama-cpp-python", "gguf", "numpy"),
+        15,
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+    ),
     # Compiled for this machine, too. Its web page and its TLS would need the network and OpenSSL.
     "llama-server": Environment(
         ("gguf", "numpy", "cmake", "ninja"),

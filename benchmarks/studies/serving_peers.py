@@ -4,9 +4,9 @@
         [--systems PART,PART] [--clients 1,4,8,16] [--tokens N] [--prompts 32-900]
 
     --systems prejit      what HTTP costs: the server beside the engine
-    --prompts 32-900      bursts of prompts of many lengths, in a context of 1,024; other pages
-    --prompts 1000+32-900 the same with 1,000 tokens before each that all share, as a system prompt, in a
-                          context of 2,048; here each system reuses what it keeps
+    --prompts 32-900      bursts of prompts of many lengths, to 1,900; other pages
+    --prompts 1000+32-900 the same with 1,000 tokens before each that all share, as a system prompt;
+                          here each system reuses what it keeps
 
 Writes benchmarks/results/. All have the same weights, and get the same requests: prompts of
 32 tokens, greedy, a fixed number of new tokens, no reuse of prompts. N clients send requests one after
@@ -54,13 +54,8 @@ from benchmarks.harness.workspace import Bench, bench_directory
 from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
 from benchmarks.peers.serving_child import quantile
 
-CONTEXT, LONG_CONTEXT, SHARED_CONTEXT = 128, 1024, 2048
-KINDS = {
-    CONTEXT: "serving-peers",
-    LONG_CONTEXT: "serving-bursts",
-    SHARED_CONTEXT: "serving-shared",
-}
-"""The name of the results by the context of the bundles, whose names begin with it."""
+CONTEXTS = (128, 1024, 2048)
+"""Of bundles: the first one that holds the longest prompt and its new tokens."""
 LONG_PROMPTS = (64, 256)
 """Prompt buckets of bundles for prompts of many lengths."""
 START_SECONDS = 120
@@ -170,8 +165,8 @@ def prepare(
     if PREJIT_SERVER in systems or PREJIT_ENGINE in systems:
         context = context_of(prompts)
         sizes = {"batch": counts, "prompt": (workload.PROMPT_TOKENS,), "context": (context,)}
-        title = f"{KINDS[context]}-{name}"
-        if context > CONTEXT:
+        title = f"{kind_of(prompts)}-{name}"
+        if context > CONTEXTS[0]:
             sizes |= {"batch": tuple(sorted({1, *counts})), "prompt": LONG_PROMPTS}
         source = str(with_tokenizer(bench, model.source))
         bundle = bench.built_manifest(title, decoder_manifest(title, source, model.dtype, sizes))
@@ -198,9 +193,17 @@ def prepare(
 
 def context_of(prompts: str) -> int:
     """Return the context for prompts of these lengths and their new tokens."""
+    shared, _, length = prompts.rpartition("+")
+    longest = int(shared or 0) + int(length.rpartition("-")[2])
+    tokens = max(model.tokens for model in MODELS.values())
+    return next(context for context in CONTEXTS if longest + tokens <= context)
+
+
+def kind_of(prompts: str) -> str:
+    """Return the name of the results, with which the names of bundles begin."""
     if "+" in prompts:
-        return SHARED_CONTEXT
-    return LONG_CONTEXT if "-" in prompts else CONTEXT
+        return "serving-shared"
+    return "serving-bursts" if "-" in prompts else "serving-peers"
 
 
 def with_tokenizer(bench: Bench, name: str) -> Path:
@@ -345,7 +348,7 @@ def main() -> None:
     facts = begin(given.rounds)
     facts["versions"] |= peer_versions(bench, systems)
     facts |= {"counts": counts, "prompts": given.prompts}
-    what = KINDS[context_of(given.prompts)]
+    what = kind_of(given.prompts)
     facts["tokens"] = {name: ready.tokens for name, ready in prepared.items()}
     found: dict[str, list[Cells]] = {}
     for number in range(given.rounds):
