@@ -23,7 +23,8 @@ sampled = jax.jit(programs.sample)
 
 @jax.jit
 def kept(logits, inputs, history):
-    return programs._kept(programs._adjusted(logits, inputs, lambda: history), inputs)
+    adjusted = programs._penalised(logits, inputs, history) + inputs.bias
+    return programs._kept(adjusted, inputs)
 
 
 def inputs_of(rows, vocab, logprobs=0):

@@ -228,6 +228,15 @@ def row_adapters(
     )
 
 
+def first_largest(values: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return where the first largest sum of each row is: int32 [B], of float32 [B, V] and [B, V].
+
+    It is V if a sum is NaN, or the largest one is infinite.
+    """
+    result = jax.ShapeDtypeStruct(values.shape[:1], jnp.int32)
+    return _call("first_largest", result, values, bias)
+
+
 def encoder_attention(
     query: jax.Array,
     keys: jax.Array,
