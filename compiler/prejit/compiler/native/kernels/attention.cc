@@ -8,7 +8,7 @@
 namespace prejit::attention {
 namespace {
 
-constexpr int64_t kCheap = 1 << 16;        // multiplications that one thread ends before helpers arrive
+constexpr int64_t kCheap = 1 << 12;        // multiplications that one thread ends before helpers arrive
 constexpr int64_t kCheapWrite = 1 << 15;   // maximum elements that the calling thread writes alone
 
 // Rows of a tile share keys: they are the query heads of a key/value head at one position, then at the next.
