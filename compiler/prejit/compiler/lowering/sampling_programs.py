@@ -14,6 +14,7 @@ generation/utils.py; vLLM, v1/sample/sampler.py, for steps that transformers doe
 Tokens of equal logits all stay, where transformers may keep some of them. The best token always stays. There
 is no sort, because XLA:CPU needs more time for one than for the whole decode step of a small model: bisection
 over the 2**32 float values finds the smallest logit that stays, exactly. A step that no row needs is skipped.
+On CPUs with kernels one of them does 3 and 4: XLA wakes its threads for such passes, on the helpers' cores.
 """
 
 from __future__ import annotations
@@ -179,18 +180,11 @@ def _sample(
             lambda: use(logits, sampling.bias),
         )
 
-    greedy = adjusted(_first_largest)
-
-    def draw() -> jax.Array:
-        # XLA:CPU does not vectorize a loop over one row of odd size: 50257 logits take 3.9 ms, padded 0.8.
-        padding = -logits.shape[1] % _PADDED_TO
-        padded = jnp.pad(adjusted(jnp.add), ((0, 0), (0, padding)), constant_values=-jnp.inf)
-        noise = _gumbel(sampling.seed, position, padded.shape[1])
-        drawn = _first_largest(_kept(padded, sampling), noise)
-        return jnp.where((sampling.temperature > 0) & (greedy < logits.shape[1]), drawn, greedy)
-
-    token = lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
-    token = jnp.where(token >= logits.shape[1], -1, token)
+    if kernel_calls.has_kernels():
+        options = (*sampling[:4], sampling.seed)
+        token = adjusted(lambda values, bias: kernel_calls.choose(values, bias, options, position))
+    else:
+        token = _choose(adjusted(jnp.add), sampling, position)
 
     number = min(TOP_LOGPROBS, logits.shape[1])
     rows = len(logits)
@@ -209,6 +203,22 @@ def _sample(
         )
 
     return Chosen(token, *lax.cond(jnp.any(sampling.logprobs > 0), measured, nothing))
+
+
+def _choose(allowed: jax.Array, sampling: SamplingInputs, position: jax.Array) -> jax.Array:
+    """Return the token of each row, or -1, from logits after penalties and bias: kernels/choose.h in XLA."""
+    greedy, vocab = _first_largest(allowed), allowed.shape[1]
+
+    def draw() -> jax.Array:
+        # XLA:CPU does not vectorize a loop over one row of odd size: 50257 logits take 3.9 ms, padded 0.8.
+        padding = -vocab % _PADDED_TO
+        padded = jnp.pad(allowed, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+        noise = _gumbel(sampling.seed, position, padded.shape[1])
+        drawn = _first_largest(_kept(padded, sampling) + noise)
+        return jnp.where((sampling.temperature > 0) & (greedy < vocab), drawn, greedy)
+
+    token = lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+    return jnp.where(token >= vocab, -1, token)
 
 
 def record(history: jax.Array, token: jax.Array, live: jax.Array) -> jax.Array:
@@ -251,17 +261,16 @@ def _kept(adjusted: jax.Array, sampling: SamplingInputs) -> jax.Array:
     return _filter(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def _first_largest(values: jax.Array, added: jax.Array) -> jax.Array:
-    """Return the index of the largest sum of each row, int32 [B]: the first of equal ones.
+def _first_largest(values: jax.Array) -> jax.Array:
+    """Return the index of the largest value of each row, int32 [B]: the first of equal ones.
 
-    It is V if a sum is NaN, the largest is infinite, or all are -inf. XLA:CPU does not vectorize
-    jnp.argmax: for 50257 values it takes 0.25 ms, these two passes 0.09, the kernel 0.02.
+    It is V if a value is NaN, the largest is infinite, or all are -inf. XLA:CPU does not vectorize
+    jnp.argmax: for 50257 values it takes 0.25 ms, these passes 0.09. Its maximum of wide rows may lose NaN.
     """
-    if kernel_calls.has_kernels():
-        return kernel_calls.first_largest(values, added)
-    sums, number = values + added, values.shape[1]
-    largest = jnp.max(sums, -1, keepdims=True)
-    at_largest = (sums == largest) & jnp.isfinite(largest)
+    number = values.shape[1]
+    largest = jnp.max(values, -1, keepdims=True)
+    is_nan = jnp.any(jnp.isnan(values), -1, keepdims=True)
+    at_largest = (values == largest) & jnp.isfinite(largest) & ~is_nan
     return jnp.min(jnp.where(at_largest, lax.iota(jnp.int32, number), number), -1)
 
 

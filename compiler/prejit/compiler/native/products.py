@@ -106,7 +106,7 @@ class Product:
 PLACEHOLDER = "sha256:" + "0" * 64
 KERNELS = (
     *KERNEL_OF.values(),
-    *("experts", "attention", "encoder_attention", "norm", "row_adapters", "first_largest"),
+    *("experts", "attention", "encoder_attention", "norm", "row_adapters", "choose"),
 )
 """Names of the kernels; each is exported as `prejit_NAME`."""
 KERNEL_CALLS = {kernel: kernel_target(kernel, PLACEHOLDER) for kernel in KERNELS}

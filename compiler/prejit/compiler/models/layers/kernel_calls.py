@@ -10,11 +10,11 @@ does not round x. For int8 matrices x is rounded to 16 bits, in the layers of an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from prejit.compiler.native.products import KERNEL, KERNEL_CALLS, KERNEL_OF, Pro
 _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _ACTIVATIONS["swish"] = _ACTIVATIONS["silu"]
 """Names of transformers/activations.py; the numbers are those of kernels/activation.h."""
+_WIDEST = 16
+"""Lanes of the widest vectors of kernels/simd.h."""
 
 
 def has_activation(name: str | None) -> bool:
@@ -228,13 +230,27 @@ def row_adapters(
     )
 
 
-def first_largest(values: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return where the first largest sum of each row is: int32 [B], of float32 [B, V] and [B, V].
+def choose(
+    logits: jax.Array, bias: jax.Array, options: Sequence[jax.Array], position: jax.Array
+) -> jax.Array:
+    """Return the next token of each row: int32 [B], -1 for none.
 
-    It is V if a sum is NaN, or the largest one is infinite.
+    Args:
+        logits: float32 [B, V], after penalties.
+        bias: float32 [B, V], added to them.
+        options: temperature, top-k, top-p, min-p and seeds, as in sampling_programs.SamplingInputs.
+        position: int32 [B], of the new token.
     """
-    result = jax.ShapeDtypeStruct(values.shape[:1], jnp.int32)
-    return _call("first_largest", result, values, bias)
+    rows, width = logits.shape
+    token, _ = _call(
+        "choose",
+        (
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            jax.ShapeDtypeStruct((2, rows, -(-width // _WIDEST) * _WIDEST), jnp.float32),
+        ),
+        *(logits, bias, *options, position),
+    )
+    return cast("jax.Array", token)
 
 
 def encoder_attention(
