@@ -98,7 +98,8 @@ int32_t least_key(const Holds& holds) {
 }
 
 struct Row {
-  Found largest;
+  float largest;
+  bool draws;
   int32_t last;  // The key of the least logit that may be drawn.
 };
 
@@ -143,9 +144,6 @@ bool choose(const Choice& c) {
   Row* rows = static_cast<Row*>(scratch(c.rows * (sizeof(Row) + sizeof(Found) * blocks) + 1));
   if (!rows) return false;
   Found* found = reinterpret_cast<Found*>(rows + c.rows);
-  auto draws = [&](int64_t row) {
-    return c.temperature[row] > 0 && rows[row].largest.at != kNowhere && rows[row].largest.value < __builtin_inff();
-  };
   auto each_block = [&](auto body) {
     parallel_for(c.rows * blocks, [&](int64_t index) {
       int64_t first = index % blocks * kBlock;
@@ -166,30 +164,31 @@ bool choose(const Choice& c) {
   });
   bool some_draw = false;
   for (int64_t row = 0; row < c.rows; ++row) {
-    rows[row].largest = best_of(row);
-    bool is_finite = rows[row].largest.at != kNowhere && rows[row].largest.value < __builtin_inff();
-    c.token[row] = is_finite ? rows[row].largest.at : -1;
-    some_draw |= draws(row);
+    Found best = best_of(row);
+    bool is_finite = best.at != kNowhere && best.value < __builtin_inff();
+    c.token[row] = is_finite ? best.at : -1;
+    rows[row] = {best.value, is_finite && c.temperature[row] > 0, kInfinity};
+    some_draw |= rows[row].draws;
   }
   if (!some_draw) return true;
 
   float *scaled = c.space, *weights = c.space + c.rows * c.stride;
   each_block([&](Found&, int64_t row, int64_t first, int64_t end) {
-    if (!draws(row)) return;
+    if (!rows[row].draws) return;
     const float *logits = c.logits + row * c.width, *bias = c.bias + row * c.width;
     for (int64_t i = first; i < end; i += kLanes) {
       Floats sums = load_some(logits + i, end - i) + load_some(bias + i, end - i);
       // The largest becomes 0 first, so that no temperature makes two logits infinite and equal.
-      Floats v = (sums - rows[row].largest.value) / c.temperature[row];
+      Floats v = (sums - rows[row].largest) / c.temperature[row];
       for (int64_t lane = end - i; lane < kLanes; ++lane) v[lane] = -__builtin_inff();
       store(scaled + row * c.stride + i, v);
     }
   });
   parallel_for(c.rows, [&](int64_t row) {
-    if (draws(row)) rows[row].last = last_key(c, row, scaled + row * c.stride, weights + row * c.stride);
+    if (rows[row].draws) rows[row].last = last_key(c, row, scaled + row * c.stride, weights + row * c.stride);
   });
   each_block([&](Found& best, int64_t row, int64_t first, int64_t end) {
-    if (!draws(row)) return;
+    if (!rows[row].draws) return;
     best = first_largest(first, end, [&](int64_t i, int64_t, Ints index) __attribute__((always_inline)) {
       Floats x = load(scaled + row * c.stride + i);
       Ints stays = keys(x) <= rows[row].last;
@@ -198,7 +197,7 @@ bool choose(const Choice& c) {
     });
   });
   for (int64_t row = 0; row < c.rows; ++row)
-    if (draws(row)) c.token[row] = best_of(row).at;
+    if (rows[row].draws) c.token[row] = best_of(row).at;
   return true;
 }
 
