@@ -38,7 +38,11 @@ from prejit.runtime.recorded.hook.input_facts import FILES_OF_MEMORY
 _BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
 _STATUSES = ("stat", "lstat", "access", "getmtime", "getctime", "getatime")
 """The functions of the standard library whose callers see all that the status of a path holds."""
-_JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
+_JAX = re.compile(
+    r"[/\\](site|dist)-packages[/\\](jaxlib[/\\]|jax[/\\]_src[/\\]"
+    r"(cache_key|cloud_tpu_init|clusters|compil\w*|distributed|hardware_utils|lru_cache|path|xla_bridge)\b)"
+)
+"""The modules of jax that read for themselves; others read for callers, as `jax.tree.map(open, names)`."""
 _ALIVE = ("/proc/", "/sys/", "/dev/")
 _ANYONE = "a thread"
 """In place of a module of the user: a thread without one on its stack, such as in a pool."""

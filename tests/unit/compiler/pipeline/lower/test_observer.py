@@ -49,6 +49,9 @@ ASKED = {
     "a module of a namespace package": "importlib.import_module('space.inner.helper').FACTOR",
     "a module in a directory that the code adds": "__import__('added').FACTOR",
     "a file that pathlib opens": "int((HERE / 'factor.txt').read_text())",
+    "a file that jax reads for its caller": (
+        "float(jax.tree.map(pathlib.Path.read_text, [HERE / 'factor.txt'])[0])"
+    ),
     "a file that C opens": "int(np.fromfile(HERE / 'factor.txt', dtype=np.uint8)[0])",
     "safetensors, imported before": "load_file(HERE / 'w.safetensors')['w']",
     "whether there is a file": "2 + (HERE / 'sub' / 'new').exists()",
@@ -84,6 +87,7 @@ ASKED = {
 ASKING = """
 import contextlib, importlib.util, os, pathlib, sqlite3, sys, tempfile
 from importlib import metadata
+import jax
 import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
