@@ -149,9 +149,13 @@ class Observer:
                 path = os.readlink(f"/proc/self/fd/{path}")
             except OSError:
                 return
+            if not os.path.isabs(path):  # a pipe or a socket
+                return
         if not os.path.isabs(os.fsdecode(path)):
             self._reads.add(Input("working directory", OF_BUILD))
         file = os.path.abspath(os.fsdecode(path))
+        if file.startswith(_ALIVE):
+            file = os.path.realpath(file)  # /proc/self/fd/3/name is a file elsewhere
         if file in self._modules or is_installed(file) or file.startswith(_caches()):
             return
         if file.startswith(_ALIVE) and not file.startswith(FILES_OF_MEMORY):
