@@ -85,6 +85,7 @@ ASKED = {
     "a file beside the working directory": "float(pathlib.Path('factor.txt').read_text())",
     "the working directory": "float(os.getcwd()[-1])",
     "a variable": "int(os.environ['CI_TOY'])",
+    "a variable that a library reads at its import": "__import__('toysettings').FACTOR",
     "a directory for temporary files": "float(tempfile.gettempdir()[-1])",
     "a module that another one shadows": "getattr(__import__('colorsys'), 'FACTOR', 2)",
     "a module in a zip file that reads a file": "__import__('zipped').FACTOR",
@@ -151,15 +152,19 @@ def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, mo
         logged.execute("delete from t")
         logged.execute("insert into t values (?)", (value,))
         describe("toyversion", value)
+        describe("toysettings", 1)
         (made.directory / "empty").chmod(0o600 + value)
         os.utime(made.directory / "empty", (1000 + value, 1000 + value))
         elsewhere.mkdir()
         (elsewhere / "factor.txt").write_text(str(value))
         monkeypatch.chdir(elsewhere)
-        monkeypatch.setenv("CI_TOY", str(value))
+        for variable in ("CI_TOY", "TOY_FACTOR"):
+            monkeypatch.setenv(variable, str(value))
         monkeypatch.setattr(tempfile, "tempdir", None)  # as in a new process
         monkeypatch.setenv("TMPDIR", str(elsewhere))
 
+    library = "import os\nEVERY = [*os.environ]\nFACTOR = int(os.environ.get('TOY_FACTOR'))\n"
+    (packages / "toysettings.py").write_text(library)
     file = str(made.directory / "factor.txt")
     module = f"import pathlib\nFACTOR = int(pathlib.Path({file!r}).read_text())\n"
     with zipfile.ZipFile(made.directory / "zipped.zip", "w") as archive:
@@ -182,7 +187,8 @@ def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, mo
     (made.directory / "kind" / "entry").mkdir()
     made.write("colorsys.py", "FACTOR = 3\n")
     monkeypatch.setenv("TOY_A", "3")
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    for module in ("colorsys", "toysettings"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     importlib.invalidate_caches()
     assert made.changed()
     logged.close()
