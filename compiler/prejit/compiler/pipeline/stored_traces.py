@@ -22,6 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from typing import Any
 
 from prejit.compiler.lowering.user.trace_inputs import UNSET, Input, Present, file_digest, is_input
@@ -155,7 +156,7 @@ def declared_reads(manifest: Manifest) -> tuple[str, ...]:
 
 def _files(manifest: Manifest, section: Program | Model, present: Present) -> Ingredients:
     reads = declared_reads(manifest)
-    named = () if section.params is None else (str(section.params),)
+    named = () if section.params is None else (escape(str(section.params)),)
     return (
         ("impure", str(section.impure)),
         ("reads", _as_text(reads)),

@@ -72,19 +72,23 @@ USER_FUNCTIONS = (
     "prejit.compiler.lowering.user.found_function",
     "prejit.compiler.lowering.user.flax_modules",
     "prejit.compiler.lowering.user.function_lowering",
+    "prejit.compiler.lowering.user.observer:Observer",
+    "prejit.compiler.lowering.user.observing:observing",
     "prejit.compiler.pipeline.workspace:_find_functions",
     "prejit.compiler.pipeline.lower.program_lowering:lower_function",
     "prejit.compiler.pipeline.lower.program_lowering:put_lowered",
 )
-"""The code that traces and lowers a function of the user."""
+"""The code that traces and lowers a function of the user, and sees what a trace reads."""
 USER_DECODERS = (
     "prejit.compiler.lowering.decoder",
     "prejit.compiler.lowering.user.own_decoder",
+    "prejit.compiler.lowering.user.observer:Observer",
+    "prejit.compiler.lowering.user.observing:observing",
     "prejit.compiler.pipeline.workspace:_find_own_model",
     "prejit.compiler.pipeline.lower.program_lowering:lower_own_decoder",
     "prejit.compiler.pipeline.lower.program_lowering:put_lowered",
 )
-"""The code that traces and lowers a decoder of the user."""
+"""The code that traces and lowers a decoder of the user, and sees what a trace reads."""
 ACCURACY = (
     "prejit.compiler.pipeline.measure.accuracy:_measure_published",
     "prejit.compiler.pipeline.model:open_weights",

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def test_each_is_refused_by_name_and_line():
         (lambda: time.strftime("%s"), "time.strftime"),
         (lambda: Later.now(), "datetime.now"),
         (lambda: functools.partial(time.time)(), "time.time"),
+        (lambda: os.getpid(), "os.getpid"),
         (lambda: np.datetime64("now"), "np.datetime64[now]"),
     ):
         with pytest.raises(BuildError) as caught, refusing_nondeterminism("here"):

@@ -62,6 +62,8 @@ CHANGES = [
     ("compiler.models.quantizing:quantized", {"BITS", "WEIGHTS", *OWN}),
     ("compiler.lowering.sampling_programs:sample", LOWERED),
     ("compiler.lowering.user.function_lowering:lower_function", {"USER_FUNCTIONS"}),
+    ("compiler.lowering.user.observer:_caller", {"USER_FUNCTIONS", "USER_DECODERS"}),
+    ("compiler.lowering.user.observing:_READERS", {"USER_FUNCTIONS", "USER_DECODERS"}),
     ("compiler.pipeline.lower.program_lowering:put_lowered", {*LOWERED, "USER_FUNCTIONS"}),
     ("compiler.checkpoint.checkpoint:Checkpoint", {"BITS", "WEIGHTS", "ACCURACY"}),
     ("compiler.pipeline.pack.bundle_files:_entry", {"PACKING"}),

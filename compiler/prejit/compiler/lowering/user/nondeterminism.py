@@ -44,6 +44,7 @@ _DATES = ("now", "utcnow", "today")
 _DRAWS = ("random", "getrandbits")
 _READERS: Mapping[Any, str] = {
     **{getattr(time, name): f"time.{name}" for name in _CLOCKS if name not in _GIVEN_TIME},
+    os.getpid: "os.getpid",
     os.urandom: "os.urandom",
     os.getrandom: "os.getrandom",
     getattr(uuid, "_generate_time_safe", None): "uuid.uuid1",

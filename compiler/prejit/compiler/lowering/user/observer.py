@@ -2,8 +2,8 @@
 
 All of it counts for every program of the manifest: its sections share modules and the settings of the
 process, so each may depend on what another one reads. What a library does while it is imported does not
-count: its version stands for it. What a thread reads counts, unless it has prejit's code on its stack and
-none of the user's.
+count, because its version stands for it; but the variables that it names do. What a thread reads counts,
+unless it has prejit's code on its stack and none of the user's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ from prejit.runtime.recorded.hook.input_facts import FILES_OF_MEMORY
 _BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
 _STATUSES = ("stat", "lstat", "access", "getmtime", "getctime", "getatime")
 """The functions of the standard library whose callers see all that the status of a path holds."""
-_JAX = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib)[/\\]")
+_JAX = re.compile(
+    r"[/\\](site|dist)-packages[/\\](jaxlib[/\\]|jax[/\\]_src[/\\]"
+    r"(cache_key|cloud_tpu_init|clusters|compil\w*|distributed|hardware_utils|lru_cache|path|xla_bridge)\b)"
+)
+"""The modules of jax that read for themselves; others read for callers, as `jax.tree.map(open, names)`."""
 _ALIVE = ("/proc/", "/sys/", "/dev/")
 _ANYONE = "a thread"
 """In place of a module of the user: a thread without one on its stack, such as in a pool."""
@@ -145,9 +149,13 @@ class Observer:
                 path = os.readlink(f"/proc/self/fd/{path}")
             except OSError:
                 return
+            if not os.path.isabs(path):  # a pipe or a socket
+                return
         if not os.path.isabs(os.fsdecode(path)):
             self._reads.add(Input("working directory", OF_BUILD))
         file = os.path.abspath(os.fsdecode(path))
+        if file.startswith(_ALIVE):
+            file = os.path.realpath(file)  # /proc/self/fd/3/name is a file elsewhere
         if file in self._modules or is_installed(file) or file.startswith(_caches()):
             return
         if file.startswith(_ALIVE) and not file.startswith(FILES_OF_MEMORY):
@@ -161,9 +169,10 @@ class Observer:
 
     def note_variable(self, name: str) -> None:
         """Note that an environment variable was read."""
-        if self._reader() is None:
-            return
         frame, asked = _caller()
+        # Libraries keep settings that they find at their import: one that goes through all looks for others.
+        if self._reader(imports=asked not in ("__iter__", "copy")) is None:
+            return
         is_own = frame is None or self._is_users(frame.f_code.co_filename)
         # Paths below the home are the same on all machines that have the files.
         if (is_own and asked not in ("expanduser", "home")) or not varies(name):
@@ -243,11 +252,11 @@ class Observer:
             frame = frame.f_back
         return None if ours else _ANYONE
 
-    def _reader(self) -> str | None:
+    def _reader(self, *, imports: bool = False) -> str | None:
         """Return the module of the user that the present code works for.
 
-        Nothing counts that a library does while it is imported, or that jax does for itself, such as to look
-        for plugins.
+        Nothing counts that jax does for itself, such as to look for plugins, or, without `imports`, that a
+        library does while it is imported.
         """
         frame: FrameType | None = sys._getframe(2)
         library, ours = "", False
@@ -255,7 +264,7 @@ class Observer:
             file = frame.f_code.co_filename
             if (found := self._module_of(file, ours=ours)) is not None:
                 return found
-            if file == _BOOTSTRAP_FILE:
+            if file == _BOOTSTRAP_FILE and not imports:
                 return None
             if is_ours(file):
                 ours = ours or file not in _HOOKS

@@ -35,7 +35,7 @@ from prejit.compiler.lowering.user.trace_inputs import is_installed
 
 _BOOTSTRAP: Any = importlib._bootstrap
 _UTIL: Any = importlib.util
-_STATUSES = ("stat", "lstat", "access", "readlink")
+_STATUSES = ("stat", "lstat", "fstat", "access", "readlink")
 _FORKS = ("os.fork", "os.forkpty")
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _CONNECTIONS = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
@@ -338,6 +338,8 @@ def _note_database(observer: Observer, args: tuple[Any, ...]) -> None:
     if isinstance(path, str) and path.startswith("file:"):
         path = unquote(urlsplit(path).path)
     observer.note_path("file", path)
+    if path and path != ":memory:":  # what a writer has not yet moved into the database itself
+        observer.note_path("file", f"{os.fsdecode(path)}-wal")
 
 
 def _note_mapping(observer: Observer, args: tuple[Any, ...]) -> None:
@@ -357,6 +359,11 @@ _READERS: Mapping[str, Sequence[str]] = {
     "safetensors.torch": ("safe_open",),
     "h5py": ("File.__init__",),
     "tokenizers": ("Tokenizer.from_file",),
+    "tokenizers.models": tuple(
+        f"{model}.{call}_file"
+        for model in ("BPE", "WordLevel", "WordPiece")
+        for call in ("from", "read")
+    ),
     "pyarrow": ("memory_map", "OSFile", "input_stream"),
     "pyarrow.parquet": ("ParquetFile.__init__", "read_table"),
     "pyarrow.feather": ("read_table", "read_feather"),
@@ -432,10 +439,14 @@ class NativeReaders:
         @wraps(call)
         def read(*args: Any, **options: Any) -> Any:
             given = (*args, *options.values())
-            path = next((each for each in given if isinstance(each, kinds)), None)
+            paths = [each for each in given if isinstance(each, kinds)]
+            path = next(iter(paths), None)
             is_text = attribute.endswith("_string")
             if (path is not None and not is_text) or module == "tensorstore":
                 note(label, path)  # else it reads an open file
+            if module == "tokenizers.models":  # of vocabulary and merges
+                for each in filter(os.path.isfile, paths[1:]):
+                    note(label, each)
             if module == "mujoco" and path is not None and _names_files(path, given, attribute):
                 note(label, None)
             return call(*args, **options)

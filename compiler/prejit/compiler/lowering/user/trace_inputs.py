@@ -12,7 +12,7 @@ import pkgutil
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from glob import glob
@@ -187,7 +187,7 @@ class Present:
         for pattern in patterns:
             for name in glob(pattern, root_dir=self._directory, recursive=True):
                 path = Path(self._directory, name)
-                for each in path.rglob("*") if path.is_dir() else (path,):
+                for each in files_below(path) if path.is_dir() else (path,):
                     if each.is_file():
                         found.add(os.path.abspath(each))
                     elif each.exists() and not each.is_dir():
@@ -306,6 +306,18 @@ def file_digest(path: str) -> str:
         return digest
     except OSError:
         return ABSENT
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """Yield what lies below a directory, but no directories. Links are followed, each place once."""
+    seen = set[str]()
+    for at, inner, names in os.walk(directory, followlinks=True):
+        if (place := os.path.realpath(at)) in seen:
+            inner.clear()
+            continue
+        seen.add(place)
+        inner.sort()
+        yield from (Path(at, name) for name in names)
 
 
 def existence(path: str) -> str:

@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prejit.compiler.lowering.user.source_modules import imports_of
-from prejit.compiler.lowering.user.trace_inputs import Present, is_installed, read_source
+from prejit.compiler.lowering.user.trace_inputs import (
+    Present,
+    files_below,
+    is_installed,
+    read_source,
+)
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.base.files import digest_of
@@ -70,7 +75,7 @@ def _digest(path: Path) -> str | None:
         return file_digest(path)
     if not path.is_dir():
         return None
-    files = sorted(each for each in path.rglob("*") if each.is_file())
+    files = sorted(each for each in files_below(path) if each.is_file())
     lines = (f"{each.relative_to(path)} {file_digest(each)}\n" for each in files)
     return digest_of("".join(lines).encode("utf-8", "surrogateescape"))
 

@@ -4,6 +4,7 @@ import _posixshmem
 import builtins
 import contextlib
 import importlib.machinery
+import json
 import mmap
 import os
 import py_compile
@@ -49,6 +50,12 @@ ASKED = {
     "a module of a namespace package": "importlib.import_module('space.inner.helper').FACTOR",
     "a module in a directory that the code adds": "__import__('added').FACTOR",
     "a file that pathlib opens": "int((HERE / 'factor.txt').read_text())",
+    "a file that jax reads for its caller": (
+        "float(jax.tree.map(pathlib.Path.read_text, [HERE / 'factor.txt'])[0])"
+    ),
+    "a file below a descriptor": (
+        "float(pathlib.Path(f'/proc/self/fd/{os.open(HERE, os.O_RDONLY)}/factor.txt').read_text())"
+    ),
     "a file that C opens": "int(np.fromfile(HERE / 'factor.txt', dtype=np.uint8)[0])",
     "safetensors, imported before": "load_file(HERE / 'w.safetensors')['w']",
     "whether there is a file": "2 + (HERE / 'sub' / 'new').exists()",
@@ -63,18 +70,22 @@ ASKED = {
         "len(os.read(os.open('a', os.O_RDONLY, dir_fd=os.open(HERE / 'sub', os.O_RDONLY)), 9))"
     ),
     "a database by its URI": ("value_in(f'file:{HERE}/t.db?mode=ro')"),
+    "a database whose change is in its log": "value_in(f'file:{HERE}/log.db')",
     "a tokenizer": "Tokenizer.from_file(str(HERE / 't.json')).get_vocab_size()",
+    "a vocabulary": "len(WordLevel.read_file(str(HERE / 'vocabulary.json')))",
     "variables, one by one": "2 + sum(name.startswith('TOY_') for name in os.environ)",
     "whether there is a module": "2 + (importlib.util.find_spec('appears') is not None)",
     "a version": "float(metadata.version('toyversion'))",
     "whether there is a distribution": "2 + has('toynew')",
     "time of a file": "os.stat(HERE / 'empty').st_mtime % 1000",
+    "time of an open file": "os.fstat(os.open(HERE / 'empty', os.O_RDONLY)).st_mtime % 1000",
     "mode of a file": "float(os.stat(HERE / 'empty').st_mode & 7)",
     "size of an entry": "max(entry.stat().st_size for entry in os.scandir(HERE / 'sizes'))",
     "which entries are directories": "2 + sum(len(names) for _, names, _ in os.walk(HERE / 'kind'))",
     "a file beside the working directory": "float(pathlib.Path('factor.txt').read_text())",
     "the working directory": "float(os.getcwd()[-1])",
     "a variable": "int(os.environ['CI_TOY'])",
+    "a variable that a library reads at its import": "__import__('toysettings').FACTOR",
     "a directory for temporary files": "float(tempfile.gettempdir()[-1])",
     "a module that another one shadows": "getattr(__import__('colorsys'), 'FACTOR', 2)",
     "a module in a zip file that reads a file": "__import__('zipped').FACTOR",
@@ -84,9 +95,11 @@ ASKED = {
 ASKING = """
 import contextlib, importlib.util, os, pathlib, sqlite3, sys, tempfile
 from importlib import metadata
+import jax
 import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 HERE = pathlib.Path(__file__).parent
 sys.path += [str(HERE / 'zipped.zip'), str(HERE / 'compiled'), str(HERE / 'lib')]
 def of_file(path):
@@ -135,16 +148,23 @@ def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, mo
         (made.directory / "link").symlink_to(str(value))
         write_tokens(made.directory / "t.json", value)
         write_database(made.directory / "t.db", value)
+        made.write("vocabulary.json", json.dumps({str(each): each for each in range(value)}))
+        logged.execute("delete from t")
+        logged.execute("insert into t values (?)", (value,))
         describe("toyversion", value)
+        describe("toysettings", 1)
         (made.directory / "empty").chmod(0o600 + value)
         os.utime(made.directory / "empty", (1000 + value, 1000 + value))
         elsewhere.mkdir()
         (elsewhere / "factor.txt").write_text(str(value))
         monkeypatch.chdir(elsewhere)
-        monkeypatch.setenv("CI_TOY", str(value))
+        for variable in ("CI_TOY", "TOY_FACTOR"):
+            monkeypatch.setenv(variable, str(value))
         monkeypatch.setattr(tempfile, "tempdir", None)  # as in a new process
         monkeypatch.setenv("TMPDIR", str(elsewhere))
 
+    library = "import os\nEVERY = [*os.environ]\nFACTOR = int(os.environ.get('TOY_FACTOR'))\n"
+    (packages / "toysettings.py").write_text(library)
     file = str(made.directory / "factor.txt")
     module = f"import pathlib\nFACTOR = int(pathlib.Path({file!r}).read_text())\n"
     with zipfile.ZipFile(made.directory / "zipped.zip", "w") as archive:
@@ -154,6 +174,8 @@ def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, mo
     compiled = str(made.directory / "compiled" / "compiled.pyc")
     py_compile.compile(str(made.directory / "source.txt"), compiled, "c.py")
     made.write("kind/entry", "")
+    logged = sqlite3.connect(made.directory / "log.db", isolation_level=None)
+    logged.executescript("pragma journal_mode = wal; create table t (v)")
     write(2)
     assert made.trace() == {"p"}
     assert made.trace() == set()
@@ -165,9 +187,11 @@ def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, mo
     (made.directory / "kind" / "entry").mkdir()
     made.write("colorsys.py", "FACTOR = 3\n")
     monkeypatch.setenv("TOY_A", "3")
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    for module in ("colorsys", "toysettings"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     importlib.invalidate_caches()
     assert made.changed()
+    logged.close()
 
 
 def test_the_order_in_which_the_system_lists_names_is_noticed(tmp_path, monkeypatch):

@@ -84,6 +84,20 @@ def test_what_a_trace_read_and_changes_is_noticed(tmp_path, model, before, after
     assert not [text for text in kept if str(tmp_path) in text or os.path.expanduser("~/") in text]
 
 
+@pytest.mark.parametrize("key", ["params", "reads"])
+def test_parameters_and_declared_directories_have_any_name_and_may_hold_links(tmp_path, key):
+    model, name = (PARAMETERS, "w[1].safetensors") if key == "params" else (SAME, "data")
+    value = f'"{name}"' if key == "params" else f'["{name}"]'
+    files = {"w[1].safetensors": tensors(1), "../linked/w.safetensors": tensors(1), "data/a": ""}
+    made = Project(tmp_path / "p", {"p": f"model:f\n{key} = {value}"}, files, model=model)
+    (made.directory / "data" / "linked").symlink_to(tmp_path / "linked")
+    (tmp_path / "linked" / "loop").symlink_to(made.directory / "data")
+    assert [made.trace(), made.trace()] == [{"p"}, set()]
+    for file in ("w[1].safetensors", "../linked/w.safetensors"):
+        made.write(file, tensors(2))
+    assert made.trace() == {"p"}
+
+
 def test_an_earlier_import_is_no_input(tmp_path, monkeypatch):
     """It may be older than its file, and what it read is not known."""
     (tmp_path / "helper.py").write_text(TWO)
