@@ -57,6 +57,7 @@ def write(name, directory, config=None, processor=None):
         ("clip-0", {f"{TEXT}.hidden_act": "mish"}, "text_config.hidden_act: expected"),
         ("clip-0", {f"{TEXT}.eos_token_id": 5}, "text_config.eos_token_id: expected 60"),
         ("clip-0", {f"{IMAGE}.num_hidden_layers": 0}, "vision_config.num_hidden_layers: expected"),
+        ("clip-0", {f"{IMAGE}.image_size": 28}, "config.json: crop_size: expected 28 x 28"),
         ("clip-0", {TEXT: [1]}, "text_config: expected an object"),
         ("clip-0", {f"{TEXT}_dict": {"hidden_size": -1}}, "text_config_dict.hidden_size: expected"),
         ("clip-0", {"projection_dim": 0}, "projection_dim: expected an integer from 1"),
