@@ -339,6 +339,8 @@ def test_what_is_wrong_with_images_is_refused(bundle, pictures):
         bundle.generate(text, images=pictures[:1], prefix=bundle.prefix("see"))
     with pytest.raises(UsageError, match="found one that writes about them"):
         bundle.embed_images(pictures[0])
+    with pytest.raises(UsageError, match="found one that scores no images"):
+        bundle.score_images(pictures[0])
     config = bundle.config
     images = config.images
     spare = [p for p in config.programs if p.name != "image-prefill/b1-t64-c64"]

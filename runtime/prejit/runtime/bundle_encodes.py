@@ -159,6 +159,9 @@ class BundleEncodes(LoadedBundle):
             UsageError, RejectError: as `embed_images`, or as `encode`.
         """
         read = self.images
+        if read.images.scores is None:
+            wanted = "a model with labels, or of images and texts"
+            raise UsageError(f"{self.name}: expected {wanted}, found one that scores no images")
         if (texts is None) == (read.images.labels is None):
             wanted = (
                 "texts to compare images with" if texts is None else "none, of a model with labels"

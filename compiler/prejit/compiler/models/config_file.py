@@ -131,12 +131,17 @@ def _load_config(
     if not isinstance(family, str) or family not in known:
         others = {"[encode]": [*DECODERS], "[generate]": [*ENCODERS]}[section] if other else []
         there = "encode" if section == "[generate]" else "generate"
+        hint = f"give the manifest [{there}] instead of {section}"
+        if str(family) not in others:
+            from prejit.compiler.models.families.image_table import IMAGE_MODELS
+
+            hint = BRING_YOUR_OWN
+            if str(family) in IMAGE_MODELS:
+                hint = "give the manifest [encode] with images = [1, 8]: this model reads images"
         raise CheckpointError(
             f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {what}, found "
             f"{shown(family)}{did_you_mean(str(family), known)}",
-            hint=f"give the manifest [{there}] instead of {section}"
-            if str(family) in others
-            else BRING_YOUR_OWN,
+            hint=hint,
         )
     classes = content.get("architectures")
     heads = heads or _HEADS[section]

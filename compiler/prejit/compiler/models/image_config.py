@@ -120,7 +120,8 @@ def _check_size(file: Path, processing: ImageProcessing, size: int, prefix: str)
     """Check that the processor makes pictures of the size that the tower takes."""
     if processing.size != (size, size):
         wanted = f"{size} x {size}, the {prefix}image_size of {file}"
-        raise refused(processing.file, "size", wanted, " x ".join(map(str, processing.size)))
+        key = "size" if processing.size == processing.resize else "crop_size"
+        raise refused(processing.file, key, wanted, " x ".join(map(str, processing.size)))
 
 
 def _is_labeled(file: Path, content: Mapping[str, Any], row: ImageRow) -> bool:

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 from tests.parity.image_cases import REFERENCE, image_cases
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
+from prejit.compiler.models.config_file import load_config, load_encoder
 from prejit.compiler.models.families.image_processing import read_processing
 from prejit.compiler.models.image_config import describe_images, describe_texts, load_images
 from prejit.runtime.errors import CheckpointError
@@ -57,6 +58,7 @@ def write(name, directory, config=None, processor=None):
         ("clip-0", {f"{TEXT}.hidden_act": "mish"}, "text_config.hidden_act: expected"),
         ("clip-0", {f"{TEXT}.eos_token_id": 5}, "text_config.eos_token_id: expected 60"),
         ("clip-0", {f"{IMAGE}.num_hidden_layers": 0}, "vision_config.num_hidden_layers: expected"),
+        ("clip-0", {f"{IMAGE}.image_size": 28}, "config.json: crop_size: expected 28 x 28"),
         ("clip-0", {TEXT: [1]}, "text_config: expected an object"),
         ("clip-0", {f"{TEXT}_dict": {"hidden_size": -1}}, "text_config_dict.hidden_size: expected"),
         ("clip-0", {"projection_dim": 0}, "projection_dim: expected an integer from 1"),
@@ -69,6 +71,14 @@ def test_a_setting_that_is_not_built_is_an_error_that_names_it(tmp_path, name, c
     with pytest.raises(CheckpointError, match=message) as raised:
         load_images(tmp_path)
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize("load", [load_config, load_encoder])
+def test_a_section_that_does_not_ask_for_images_says_what_reads_them(tmp_path, load):
+    write("clip-0", tmp_path)
+    with pytest.raises(CheckpointError, match='found "clip"') as raised:
+        load(tmp_path)
+    assert "[encode] with images" in raised.value.hint
 
 
 @pytest.mark.parametrize(
