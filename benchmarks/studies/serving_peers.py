@@ -55,7 +55,7 @@ from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
 from benchmarks.peers.serving_child import quantile
 
 CONTEXTS = (128, 1024, 2048)
-"""Of bundles: the first one that holds the longest prompt and its new tokens."""
+"""Contexts of bundles. The shortest that holds the longest prompt and its new tokens is used."""
 LONG_PROMPTS = (64, 256)
 """Prompt buckets of bundles for prompts of many lengths."""
 START_SECONDS = 120
