@@ -129,15 +129,15 @@ def _load_config(
     )
     family = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(family, str) or family not in known:
+        from prejit.compiler.models.families.image_table import IMAGE_MODELS
+
         others = {"[encode]": [*DECODERS], "[generate]": [*ENCODERS]}[section] if other else []
         there = "encode" if section == "[generate]" else "generate"
-        hint = f"give the manifest [{there}] instead of {section}"
-        if str(family) not in others:
-            from prejit.compiler.models.families.image_table import IMAGE_MODELS
-
-            hint = BRING_YOUR_OWN
-            if str(family) in IMAGE_MODELS:
-                hint = "give the manifest [encode] with images = [1, 8]: this model reads images"
+        hint = BRING_YOUR_OWN
+        if str(family) in others:
+            hint = f"give the manifest [{there}] instead of {section}"
+        elif str(family) in IMAGE_MODELS:
+            hint = "give the manifest [encode] with images = [1, 8]: this model reads images"
         raise CheckpointError(
             f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {what}, found "
             f"{shown(family)}{did_you_mean(str(family), known)}",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -250,7 +250,7 @@ def choose(
         ),
         *(logits, bias, *options, position),
     )
-    return cast("jax.Array", token)
+    return token
 
 
 def encoder_attention(

@@ -1,6 +1,6 @@
 #include "choose.h"
 
-#include "attention_vector.h"
+#include "activation.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -38,6 +38,12 @@ PREJIT_INLINE Found first_largest(int64_t first, int64_t end, const Value& value
   Found found{-__builtin_inff(), kNowhere};
   for (int i = 0; i < kLanes; ++i) found = better(found, {is_nan[i] ? __builtin_nanf("") : best[i], at[i]});
   return found;
+}
+
+// Returns logits of a row with their bias, a vector from `i` on, of which `count` elements are the row's.
+PREJIT_INLINE Floats allowed(const Choice& c, int64_t row, int64_t i, int64_t count) {
+  int64_t at = row * c.width + i;
+  return load_some(c.logits + at, count) + load_some(c.bias + at, count);
 }
 
 // In the order of numbers that are at most 0, the largest first.
@@ -118,23 +124,21 @@ int32_t last_key(const Choice& c, int64_t row, const float* scaled, float* weigh
   if (c.top_p[row] < 1) {
     Floats total{};
     for (int64_t i = 0; i < padded; i += kLanes) {
-      Floats x = load(scaled + i), weight = keys(x) <= last ? attention::exp_negative(x) : Floats{};
+      Floats x = load(scaled + i), weight = keys(x) <= last ? exponential(x) : Floats{};
       store(weights + i, weight);
       total += weight;
     }
     const float enough = c.top_p[row] * sum(total);
-    int32_t least = least_key([&](int32_t key) {
+    last = least_key([&](int32_t key) {
       Floats some{};
       for (int64_t i = 0; i < padded; i += kLanes)
         some += keys(load(scaled + i)) <= key ? load(weights + i) : Floats{};
       return sum(some) >= enough;
     });
-    last = least < last ? least : last;
   }
   if (c.min_p[row] <= 0) return last;
   // The best token has weight 1, so min-p asks for this weight.
-  int32_t least = keys(logarithm(splat(c.min_p[row])))[0];
-  return least < last ? least : last;
+  return static_cast<int32_t>(least(last, keys(logarithm(splat(c.min_p[row])))[0]));
 }
 
 }  // namespace
@@ -157,9 +161,8 @@ bool choose(const Choice& c) {
   };
 
   each_block([&](Found& best, int64_t row, int64_t first, int64_t end) {
-    const float *logits = c.logits + row * c.width, *bias = c.bias + row * c.width;
     best = first_largest(first, end, [&](int64_t i, int64_t count, Ints) __attribute__((always_inline)) {
-      return load_some(logits + i, count) + load_some(bias + i, count);
+      return allowed(c, row, i, count);
     });
   });
   bool some_draw = false;
@@ -175,11 +178,9 @@ bool choose(const Choice& c) {
   float *scaled = c.space, *weights = c.space + c.rows * c.stride;
   each_block([&](Found&, int64_t row, int64_t first, int64_t end) {
     if (!rows[row].draws) return;
-    const float *logits = c.logits + row * c.width, *bias = c.bias + row * c.width;
     for (int64_t i = first; i < end; i += kLanes) {
-      Floats sums = load_some(logits + i, end - i) + load_some(bias + i, end - i);
       // The largest becomes 0 first, so that no temperature makes two logits infinite and equal.
-      Floats v = (sums - rows[row].largest) / c.temperature[row];
+      Floats v = (allowed(c, row, i, end - i) - rows[row].largest) / c.temperature[row];
       for (int64_t lane = end - i; lane < kLanes; ++lane) v[lane] = -__builtin_inff();
       store(scaled + row * c.stride + i, v);
     }
