@@ -13,23 +13,14 @@
 namespace prejit {
 
 // Bytes of a stream. The prefetcher needs streams of many pages: 8 streams of 2 KB read 25 GB/s, of 4 KB 38, of 16 KB
-// 42; with 128 KB one row reads 3 to 10 % more than with 16 (Zen 4). If rows are multiplied in several passes, the next
-// outputs of a stream are fetched ahead, but not its first.
+// 42; with 128 KB one row reads 3 to 10 % more than with 16 (Zen 4).
 constexpr int64_t kStreamBytes = 131072;
 
-// How far ahead weights are fetched in one pass of several rows: the arithmetic of a few vectors fills the reorder
-// buffer, so loads alone do not look far enough ahead.
-constexpr int64_t kFetchBytes = 1536;
+// How far ahead weights are fetched for several rows: the arithmetic of a few vectors fills the reorder buffer, so loads
+// alone do not look far enough ahead. Each pass over the same weights fetches, or memory is idle in the later ones.
+constexpr int64_t kFetchBytes = 2048;
 
 constexpr int kRowsAtOnce = 4;
-
-// The weights to fetch while rows are multiplied. Several passes of rows over the same weights share the fetching of the
-// next ones; otherwise the first pass would wait for memory while the others leave it idle.
-template <typename W>
-struct Ahead {
-  const W* from = nullptr;  // In the first stream; null: nothing is fetched.
-  int64_t step = 0;         // Elements for each vector that is multiplied.
-};
 
 // How a tile is multiplied: some rows of x and some outputs. Others are in linear_fixed_dots.h. Each has
 //
@@ -52,8 +43,7 @@ struct FloatDots {
   }
 
   template <int rows, int outputs, bool fetch>
-  static inline void tile(const float* x, int64_t x_stride, const W* w, int64_t inputs, int64_t spacing, Ahead<W> ahead,
-                          float* sums, int64_t stride) {
+  static inline void tile(const float* x, int64_t x_stride, const W* w, int64_t inputs, int64_t spacing, float* sums, int64_t stride) {
     Floats total[rows][outputs] = {};
     int64_t k = 0;
     auto add = [&](auto load_x, auto load_w) __attribute__((always_inline)) {
@@ -63,7 +53,7 @@ struct FloatDots {
 #pragma GCC unroll 16
         for (int o = 0; o < outputs; ++o) {
           ws[o] = load_w(w + o * spacing * inputs + k);
-          if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+          if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes / sizeof(W), 0, 2);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
@@ -79,12 +69,12 @@ struct FloatDots {
 #pragma GCC unroll 16
       for (int o = 0; o < outputs; ++o) {
         Floats weight = load_w(w + o * spacing * inputs + k);
-        if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes / sizeof(W), 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) total[r][o] = multiply_add(xs[r], weight, total[r][o]);
       }
     };
-    for (; k + kLanes <= inputs; k += kLanes, ahead.from += ahead.step)
+    for (; k + kLanes <= inputs; k += kLanes)
       add([](const float* from) __attribute__((always_inline)) { return load(from); },
           [](const W* from) __attribute__((always_inline)) { return load(from); });
     if (int64_t rest = inputs - k)
@@ -100,34 +90,29 @@ struct FloatDots {
 // Does the same for `streams` outputs, all in one tile, or one after the other.
 template <typename Dots, int rows>
 inline void dot_streams(const typename Dots::X* x, int64_t x_stride, const typename Dots::Weight* w, int64_t inputs,
-                        int64_t spacing, int64_t streams, Ahead<typename Dots::Weight> ahead, float* sums, int64_t stride) {
+                        int64_t spacing, int64_t streams, bool fetches, float* sums, int64_t stride) {
   constexpr int kMost = Dots::streams(rows), kMany = Dots::streams(kRowsAtOnce);
   auto run = [&](auto count, auto fetch) {
-    Dots::template tile<rows, count.value, fetch.value>(x, x_stride, w, inputs, spacing, ahead, sums, stride);
+    Dots::template tile<rows, count.value, fetch.value>(x, x_stride, w, inputs, spacing, sums, stride);
   };
   using Fetch = std::bool_constant<true>;
   using Not = std::bool_constant<false>;
-  if (streams == kMost && ahead.from) return run(std::integral_constant<int, kMost>{}, Fetch{});
+  if (streams == kMost && fetches) return run(std::integral_constant<int, kMost>{}, Fetch{});
   if (streams == kMost) return run(std::integral_constant<int, kMost>{}, Not{});
-  if (streams == kMany && ahead.from) return run(std::integral_constant<int, kMany>{}, Fetch{});
+  if (streams == kMany && fetches) return run(std::integral_constant<int, kMany>{}, Fetch{});
   if (streams == kMany) return run(std::integral_constant<int, kMany>{}, Not{});
   for (; streams > 0; --streams, w += spacing * inputs, sums += spacing)
-    Dots::template tile<rows, 1, false>(x, x_stride, w, inputs, spacing, ahead, sums, stride);
+    Dots::template tile<rows, 1, false>(x, x_stride, w, inputs, spacing, sums, stride);
 }
 
-// Does the same for any number of rows. `next`, the next outputs of the same streams, are fetched meanwhile if not null.
+// Does the same for any number of rows.
 template <typename Dots>
 inline void dot_rows(const typename Dots::X* x, int64_t rows, int64_t x_stride, const typename Dots::Weight* w,
-                     int64_t inputs, int64_t spacing, int64_t streams, const typename Dots::Weight* next, float* sums,
-                     int64_t stride) {
-  using W = typename Dots::Weight;
+                     int64_t inputs, int64_t spacing, int64_t streams, float* sums, int64_t stride) {
   int64_t passes = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   for (int64_t pass = 0; pass < passes; ++pass) {
-    Ahead<W> ahead;
-    if (passes > 1 && next) ahead = {next + inputs * pass / passes, Dots::kInputs / passes};
-    if (passes == 1 && rows > 2) ahead = {w + kFetchBytes / static_cast<int64_t>(sizeof(W)), Dots::kInputs};
     auto run = [&](auto count) {
-      dot_streams<Dots, count.value>(x, x_stride, w, inputs, spacing, streams, ahead, sums, stride);
+      dot_streams<Dots, count.value>(x, x_stride, w, inputs, spacing, streams, rows > 2, sums, stride);
     };
     switch (rows - pass * kRowsAtOnce) {
       case 1: run(std::integral_constant<int, 1>{}); break;
@@ -158,11 +143,10 @@ inline void dot_block(const typename Dots::X* x, int64_t rows, int64_t x_stride,
   int64_t streams = dot_streams_of<Dots>(rows);
   int64_t spacing = count / streams;
   for (int64_t j = 0; j < spacing; ++j)
-    dot_rows<Dots>(x, rows, x_stride, w + j * inputs, inputs, spacing, streams,
-                   j + 1 < spacing ? w + (j + 1) * inputs : nullptr, sums + j, stride);
+    dot_rows<Dots>(x, rows, x_stride, w + j * inputs, inputs, spacing, streams, sums + j, stride);
   int64_t done = spacing * streams;
   if (done < count)
-    dot_rows<Dots>(x, rows, x_stride, w + done * inputs, inputs, 1, count - done, nullptr, sums + done, stride);
+    dot_rows<Dots>(x, rows, x_stride, w + done * inputs, inputs, 1, count - done, sums + done, stride);
 }
 
 // Returns the outputs of a block: streams of kStreamBytes, or less if the threads would not have a few blocks each.

@@ -119,10 +119,10 @@ struct ByteDots {
       Ints (&low)[rows][outputs]) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
-      Ints x = load_as<Ints>(high_x + r * x_stride);
+      Ints x = in_register(load_as<Ints>(high_x + r * x_stride));
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) high[r][o] = add_dots(high[r][o], w[o], x);
-      x = load_as<Ints>(low_x + r * x_stride);
+      x = in_register(load_as<Ints>(low_x + r * x_stride));
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) low[r][o] = add_dots(low[r][o], w[o], x);
     }
@@ -130,16 +130,16 @@ struct ByteDots {
 
   template <int rows, int outputs, bool fetch>
   static __attribute__((target(PREJIT_VNNI), noinline)) void tile(const char* x, int64_t x_stride, const int8_t* w,
-                                                                  int64_t inputs, int64_t spacing, Ahead<int8_t> ahead,
+                                                                  int64_t inputs, int64_t spacing,
                                                                   float* sums, int64_t stride) {
     Ints high[rows][outputs] = {}, low[rows][outputs] = {}, weights[outputs];
     const char *high_x = x + sizeof(FixedRow), *low_x = high_x + inputs_of_vectors(inputs);
     int64_t k = 0;
-    for (; k + kInputs <= inputs; k += kInputs, ahead.from += ahead.step) {
+    for (; k + kInputs <= inputs; k += kInputs) {
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) {
         weights[o] = load_as<Ints>(w + o * spacing * inputs + k) ^ kSigns;
-        if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes, 0, 2);
       }
       add<rows, outputs>(high_x + k, low_x + k, x_stride, weights, high, low);
     }
@@ -175,7 +175,7 @@ struct ShortDots {
 
   template <int rows, int outputs, bool fetch>
   static inline void tile(const char* x, int64_t x_stride, const int8_t* w, int64_t inputs, int64_t spacing,
-                          Ahead<int8_t> ahead, float* sums, int64_t stride) {
+                          float* sums, int64_t stride) {
     Ints high[rows][outputs] = {}, low[rows][outputs] = {};
     const char* shorts = x + sizeof(FixedRow);
     auto add = [&](int64_t k, auto load_w) __attribute__((always_inline)) {
@@ -185,13 +185,13 @@ struct ShortDots {
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) {
         Ints weights = widened(load_w(w + o * spacing * inputs + k));
-        if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes, 0, 2);
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; ++r) low[r][o] = in_order(low[r][o] + dots_of_pairs(weights, xs[r]));
+        for (int r = 0; r < rows; ++r) low[r][o] = in_register(low[r][o] + dots_of_pairs(weights, xs[r]));
       }
     };
     for (int64_t k = 0; k < inputs;) {
-      for (int64_t end = least(inputs, k + kShortsAtOnce * kInputs); k + kInputs <= end; k += kInputs, ahead.from += ahead.step)
+      for (int64_t end = least(inputs, k + kShortsAtOnce * kInputs); k + kInputs <= end; k += kInputs)
         add(k, [](const int8_t* from) __attribute__((always_inline)) { return load_as<Some>(from); });
       if (int64_t rest = inputs - k; rest < kInputs && rest > 0) {
         add(k, [rest](const int8_t* from) __attribute__((always_inline)) { return load_rest<Some>(from, rest); });

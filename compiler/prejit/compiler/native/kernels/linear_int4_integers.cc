@@ -57,7 +57,7 @@ PREJIT_INLINE Floats total_of(Sums v) {
 #elif defined(__AVX2__)
 PREJIT_INLINE Sums add(Sums sums, Bits weights, Bits x) {
   __m256i products = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(weights), reinterpret_cast<__m256i>(x));
-  return in_order(sums + reinterpret_cast<Sums>(products));
+  return in_register(sums + reinterpret_cast<Sums>(products));
 }
 PREJIT_INLINE Floats total_of(Sums v) {
   return _mm256_cvtepi32_ps(_mm256_madd_epi16(reinterpret_cast<__m256i>(v), _mm256_set1_epi16(1)));
@@ -65,7 +65,7 @@ PREJIT_INLINE Floats total_of(Sums v) {
 #else
 PREJIT_INLINE Sums add(Sums sums, Bits weights, Bits x) {
   __m128i products = _mm_maddubs_epi16(reinterpret_cast<__m128i>(weights), reinterpret_cast<__m128i>(x));
-  return in_order(sums + reinterpret_cast<Sums>(products));
+  return in_register(sums + reinterpret_cast<Sums>(products));
 }
 PREJIT_INLINE Floats total_of(Sums v) {
   return _mm_cvtepi32_ps(_mm_madd_epi16(reinterpret_cast<__m128i>(v), _mm_set1_epi16(1)));

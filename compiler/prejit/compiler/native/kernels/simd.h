@@ -144,12 +144,12 @@ PREJIT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Returns a sum of integers that is computed where it stands. GCC makes all products of a loop before it adds them, as
-// integers have no order, and 16 registers do not hold them.
+// Returns a vector that is in a register where this stands. GCC makes all products of integers in a loop before it adds
+// them, and 16 registers do not hold them; and it loads an operand again for each of its instructions.
 template <typename V>
-PREJIT_INLINE V in_order(V sum) {
-  asm("" : "+x"(sum));
-  return sum;
+PREJIT_INLINE V in_register(V v) {
+  asm("" : "+v"(v));
+  return v;
 }
 
 // Returns the sum of the lanes, always in one order: halves are added to halves.
