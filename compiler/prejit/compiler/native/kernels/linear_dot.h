@@ -17,7 +17,8 @@ namespace prejit {
 constexpr int64_t kStreamBytes = 131072;
 
 // How far ahead weights are fetched for several rows: the arithmetic of a few vectors fills the reorder buffer, so loads
-// alone do not look far enough ahead. Each pass over the same weights fetches, or memory is idle in the later ones.
+// alone do not look far enough ahead. Each pass over the same weights fetches, or memory is idle in the later ones; these
+// fetch at least the next output, as this one is there.
 constexpr int64_t kFetchBytes = 2048;
 
 constexpr int kRowsAtOnce = 4;
@@ -43,7 +44,8 @@ struct FloatDots {
   }
 
   template <int rows, int outputs, bool fetch>
-  static inline void tile(const float* x, int64_t x_stride, const W* w, int64_t inputs, int64_t spacing, float* sums, int64_t stride) {
+  static inline void tile(const float* x, int64_t x_stride, const W* w, int64_t inputs, int64_t spacing, int64_t ahead,
+                          float* sums, int64_t stride) {
     Floats total[rows][outputs] = {};
     int64_t k = 0;
     auto add = [&](auto load_x, auto load_w) __attribute__((always_inline)) {
@@ -53,7 +55,7 @@ struct FloatDots {
 #pragma GCC unroll 16
         for (int o = 0; o < outputs; ++o) {
           ws[o] = load_w(w + o * spacing * inputs + k);
-          if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes / sizeof(W), 0, 2);
+          if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + ahead, 0, 2);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
@@ -69,7 +71,7 @@ struct FloatDots {
 #pragma GCC unroll 16
       for (int o = 0; o < outputs; ++o) {
         Floats weight = load_w(w + o * spacing * inputs + k);
-        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes / sizeof(W), 0, 2);
+        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + ahead, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) total[r][o] = multiply_add(xs[r], weight, total[r][o]);
       }
@@ -90,19 +92,19 @@ struct FloatDots {
 // Does the same for `streams` outputs, all in one tile, or one after the other.
 template <typename Dots, int rows>
 inline void dot_streams(const typename Dots::X* x, int64_t x_stride, const typename Dots::Weight* w, int64_t inputs,
-                        int64_t spacing, int64_t streams, bool fetches, float* sums, int64_t stride) {
+                        int64_t spacing, int64_t streams, int64_t ahead, float* sums, int64_t stride) {
   constexpr int kMost = Dots::streams(rows), kMany = Dots::streams(kRowsAtOnce);
   auto run = [&](auto count, auto fetch) {
-    Dots::template tile<rows, count.value, fetch.value>(x, x_stride, w, inputs, spacing, sums, stride);
+    Dots::template tile<rows, count.value, fetch.value>(x, x_stride, w, inputs, spacing, ahead, sums, stride);
   };
   using Fetch = std::bool_constant<true>;
   using Not = std::bool_constant<false>;
-  if (streams == kMost && fetches) return run(std::integral_constant<int, kMost>{}, Fetch{});
+  if (streams == kMost && ahead) return run(std::integral_constant<int, kMost>{}, Fetch{});
   if (streams == kMost) return run(std::integral_constant<int, kMost>{}, Not{});
-  if (streams == kMany && fetches) return run(std::integral_constant<int, kMany>{}, Fetch{});
+  if (streams == kMany && ahead) return run(std::integral_constant<int, kMany>{}, Fetch{});
   if (streams == kMany) return run(std::integral_constant<int, kMany>{}, Not{});
   for (; streams > 0; --streams, w += spacing * inputs, sums += spacing)
-    Dots::template tile<rows, 1, false>(x, x_stride, w, inputs, spacing, sums, stride);
+    Dots::template tile<rows, 1, false>(x, x_stride, w, inputs, spacing, ahead, sums, stride);
 }
 
 // Does the same for any number of rows.
@@ -111,8 +113,10 @@ inline void dot_rows(const typename Dots::X* x, int64_t rows, int64_t x_stride, 
                      int64_t inputs, int64_t spacing, int64_t streams, float* sums, int64_t stride) {
   int64_t passes = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   for (int64_t pass = 0; pass < passes; ++pass) {
+    int64_t ahead = rows > 2 ? kFetchBytes / sizeof(*w) : 0;
+    if (pass > 0 && inputs > ahead) ahead = inputs;
     auto run = [&](auto count) {
-      dot_streams<Dots, count.value>(x, x_stride, w, inputs, spacing, streams, rows > 2, sums, stride);
+      dot_streams<Dots, count.value>(x, x_stride, w, inputs, spacing, streams, ahead, sums, stride);
     };
     switch (rows - pass * kRowsAtOnce) {
       case 1: run(std::integral_constant<int, 1>{}); break;

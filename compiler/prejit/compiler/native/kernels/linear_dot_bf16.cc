@@ -118,20 +118,20 @@ struct Tile {
   float* partial;  // Accumulators between the chunks of inputs.
   float* sums;
   int64_t row_sums, output_sums;  // Floats from one row to the next, and from one output to the next.
-  bool fetches;                   // The weights that follow, in each step.
+  int64_t ahead;                  // Inputs from those that a step multiplies to those that it fetches; 0: none.
 };
 
 constexpr int64_t kKeptStride = kInputsAtOnce + kApart;
 
 template <int rows, int outputs, From from>
 PREJIT_BF16_INLINE void multiply_step(const Tile& t, const uint16_t* const (&x)[rows], const Bf16* const (&w)[outputs],
-                                      int64_t k, __mmask64 some, bool fetches, __m512 (&total)[rows][outputs]) {
+                                      int64_t k, __mmask64 some, int64_t ahead, __m512 (&total)[rows][outputs]) {
   Numbers weights[outputs];
 #pragma GCC unroll 8
   for (int o = 0; o < outputs; ++o) {
     uint16_t* kept = t.kept + o * kKeptStride + k;
-    if (fetches)
-      for (int half = 0; half < 2; ++half) __builtin_prefetch(w[o] + k + kFetchInputs + half * kHalf, 0, 2);
+    if (ahead)
+      for (int half = 0; half < 2; ++half) __builtin_prefetch(w[o] + k + ahead + half * kHalf, 0, 2);
     if (from == From::kKept) {
       weights[o] = {_mm512_loadu_si512(kept), _mm512_loadu_si512(kept + kHalf)};
       continue;
@@ -170,15 +170,15 @@ PREJIT_BF16 void multiply_tile(const Tile& t) {
 #pragma GCC unroll 8
   for (int o = 0; o < outputs; ++o) w[o] = t.w + o * t.w_stride;
   int64_t k = 0;
-  if (t.fetches) {
+  if (int64_t ahead = t.ahead) {
     for (; k + kStep <= t.inputs; k += kStep)
-      multiply_step<rows, outputs, from>(t, x, w, k, ~__mmask64{0}, true, total);
+      multiply_step<rows, outputs, from>(t, x, w, k, ~__mmask64{0}, ahead, total);
   } else {
     for (; k + kStep <= t.inputs; k += kStep)
-      multiply_step<rows, outputs, from>(t, x, w, k, ~__mmask64{0}, false, total);
+      multiply_step<rows, outputs, from>(t, x, w, k, ~__mmask64{0}, 0, total);
   }
   if (int64_t rest = t.inputs - k)
-    multiply_step<rows, outputs, from>(t, x, w, k, (__mmask64{1} << rest) - 1, false, total);
+    multiply_step<rows, outputs, from>(t, x, w, k, (__mmask64{1} << rest) - 1, 0, total);
   if (!t.ends) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
@@ -242,7 +242,7 @@ void dot_outputs(const PackedRows& x, const Bf16* w, int64_t spacing, int64_t k,
       for (int o = 0; o < outputs; ++o) __builtin_prefetch(next_tile + o * x.inputs * bytes + line * 64, 0, 2);
     Tile tile = {x.data + row * x.stride + k, x.stride, w + k, spacing * x.inputs, memory.kept, inputs,
                     k == 0, k + inputs == x.inputs, partial + row * outputs * kLanes, sums + row * stride,
-                    stride, spacing, !are_many};
+                    stride, spacing, are_many ? 0 : pass > 0 && x.inputs > kFetchInputs ? x.inputs : kFetchInputs};
     if constexpr (outputs <= kTileOutputs) {
       if (are_many) {
         if (pass == 0)

@@ -131,7 +131,7 @@ struct ByteDots {
   template <int rows, int outputs, bool fetch>
   static __attribute__((target(PREJIT_VNNI), noinline)) void tile(const char* x, int64_t x_stride, const int8_t* w,
                                                                   int64_t inputs, int64_t spacing,
-                                                                  float* sums, int64_t stride) {
+                                                                  int64_t ahead, float* sums, int64_t stride) {
     Ints high[rows][outputs] = {}, low[rows][outputs] = {}, weights[outputs];
     const char *high_x = x + sizeof(FixedRow), *low_x = high_x + inputs_of_vectors(inputs);
     int64_t k = 0;
@@ -139,7 +139,7 @@ struct ByteDots {
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) {
         weights[o] = load_as<Ints>(w + o * spacing * inputs + k) ^ kSigns;
-        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes, 0, 2);
+        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + ahead, 0, 2);
       }
       add<rows, outputs>(high_x + k, low_x + k, x_stride, weights, high, low);
     }
@@ -175,7 +175,7 @@ struct ShortDots {
 
   template <int rows, int outputs, bool fetch>
   static inline void tile(const char* x, int64_t x_stride, const int8_t* w, int64_t inputs, int64_t spacing,
-                          float* sums, int64_t stride) {
+                          int64_t ahead, float* sums, int64_t stride) {
     Ints high[rows][outputs] = {}, low[rows][outputs] = {};
     const char* shorts = x + sizeof(FixedRow);
     auto add = [&](int64_t k, auto load_w) __attribute__((always_inline)) {
@@ -185,7 +185,7 @@ struct ShortDots {
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) {
         Ints weights = widened(load_w(w + o * spacing * inputs + k));
-        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + kFetchBytes, 0, 2);
+        if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + ahead, 0, 2);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) low[r][o] = in_register(low[r][o] + dots_of_pairs(weights, xs[r]));
       }
