@@ -30,7 +30,7 @@ def in_xla(logits, bias, options, position):
 
 @jax.jit
 def noisy(logits, bias, options, position):
-    """What XLA chooses the largest of. The kernel's noise may differ from this in its last bits."""
+    """Return the sums whose largest XLA chooses. Noise of the kernel may differ in its last bits."""
     inputs = programs.sampling_shapes(*logits.shape)._replace(**options)
     noise = programs._gumbel(inputs.seed, position, logits.shape[1])
     return programs._kept(logits + bias, inputs) + noise

@@ -40,7 +40,7 @@ PREJIT_INLINE Found first_largest(int64_t first, int64_t end, const Value& value
   return found;
 }
 
-// Returns logits of a row with their bias, a vector from `i` on, of which `count` elements are the row's.
+// Returns a vector of a row's logits plus their bias, from token `i` on. If fewer than a vector are left, the rest is zeros.
 PREJIT_INLINE Floats allowed(const Choice& c, int64_t row, int64_t i, int64_t count) {
   int64_t at = row * c.width + i;
   return load_some(c.logits + at, count) + load_some(c.bias + at, count);

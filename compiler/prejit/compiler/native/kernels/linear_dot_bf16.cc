@@ -233,7 +233,7 @@ void dot_outputs(const PackedRows& x, const Bf16* w, int64_t spacing, int64_t k,
                  float* partial, float* sums, int64_t stride) {
   int64_t passes = parts_of(x.rows, kTileRows), bytes = sizeof(Bf16);
   bool are_many = x.rows >= kManyRows;
-  // Few passes fetch the weights that follow in each of their steps; many share the fetching, between two passes.
+  // Few passes fetch in each of their steps, later ones at least the next output. Many share the fetching, between two passes.
   const char* next_tile = reinterpret_cast<const char*>(w + k + outputs * x.inputs);
   int64_t lines = are_many ? parts_of(inputs * bytes, 64 * passes) : 0;  // Of each output, in a pass.
   for (int64_t pass = 0; pass < passes; ++pass) {
