@@ -75,10 +75,8 @@ class Process:
                 file.close()
 
     def kill(self):
-        if self.process.poll() is None:
-            self.process.kill()
-        if self._reader.is_alive() or self.process.returncode is None:
-            self.wait()
+        self.process.kill()
+        self.wait()
 
 
 def infer(server, content=INFER, **options):
@@ -355,12 +353,11 @@ def begin_many(server, count):
     states = ("num_requests_running", "num_requests_waiting", "request_success_total")
     begun = tuple(f"vllm:{state}{{" for state in states)
 
-    def taken():
+    def all_are_taken():
         lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(begun))
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(begun)) == count
 
-    # A request that ends while the figures are read may count twice.
-    wait_for(lambda: min(taken(), taken()) >= count)
+    wait_for(all_are_taken)
     return connections
 
 

@@ -113,12 +113,16 @@ class FairQueue(Generic[_Item]):
     A queue with room for so many requests stays fair if the newest request of the client with the most leaves
     it for one of a client with fewer (`drop`; McKenney, Stochastic Fairness Queueing, INFOCOM 1990): of N
     clients, one with at most an Nth of the room loses none.
+
+    Attributes:
+        running: how many requests were taken and have not ended.
     """
 
     def __init__(self) -> None:
         """Begin empty."""
         self._clients: dict[str, _Client[_Item]] = {}
         self._count = 0
+        self.running = 0
 
     def __len__(self) -> int:
         return self._count
@@ -195,6 +199,7 @@ class FairQueue(Generic[_Item]):
         name, priority, item = found
         self._remove(name, priority, item)
         self._clients[name].running += 1
+        self.running += 1
         return name, item
 
     def charge(self, client: str, tokens: float) -> None:
@@ -204,6 +209,7 @@ class FairQueue(Generic[_Item]):
     def end(self, client: str) -> None:
         """Record that a request that was taken has ended."""
         self._clients[client].running -= 1
+        self.running -= 1
 
     def remove(self, item: _Item) -> bool:
         """Remove a request that is waiting; return whether it was there."""

@@ -195,7 +195,7 @@ class Loop:
             vars(self).pop(name, None)
 
     def _is_idle(self) -> bool:
-        return not self._queue and not self._running
+        return not self._queue and not self._queue.running  # entering ones included
 
     # ------------------------------------------------------------------ the thread
 

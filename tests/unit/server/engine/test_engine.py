@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 
 import numpy as np
@@ -247,14 +247,15 @@ def occupy(engine, **options):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
-    original, found = Batch.step, SimpleNamespace(seconds=0.02)
+    """Beginnings and steps of a token take at least 20 ms, so that a test can do something meanwhile."""
+    found = SimpleNamespace(seconds=0.02)
 
-    def step(self, *arguments):
+    def slowed(original, *arguments):
         time.sleep(found.seconds)
-        return original(self, *arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(Batch, "step", step)
+    for each in (Batch.begin, Batch.step):
+        monkeypatch.setattr(Batch, each.__name__, partialmethod(partial(slowed, each)))
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
     return found
 
@@ -477,7 +478,7 @@ def test_draining_finishes_what_is_there_until_it_is_undone_and_closing_ends_it(
     assert not engine.drain(0.01)
     with pytest.raises(ClosedError, match="draining"):
         engine.submit([1])
-    assert engine.drain(60)
+    wait_for(lambda: engine.drain(0.0))
     assert [len(each.result(0).token_ids) for each in (running, waiting)] == [20, 2]
     engine.undrain()
     running = engine.submit([1], max_new_tokens=200, stop_token_ids=())
