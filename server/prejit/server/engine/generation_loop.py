@@ -242,6 +242,7 @@ class Loop:
             left = list(self._queue)
             for ticket in left:
                 self._queue.remove(ticket)
+            self._changed.notify_all()  # drain waits for it
         for ticket in left:
             self._abandon(ticket, closed, "error")
 

@@ -1,0 +1,53 @@
+"""Requests and drains end, whatever an engine's end, its caller or the system does in between."""
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.waiting import wait_for
+
+from prejit.runtime import load
+from prejit.runtime.errors import ClosedError
+from prejit.server.engine.engine import Engine
+
+FEW = {"max_new_tokens": 4, "stop_token_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def bundle(wide_dir):
+    with load(wide_dir, on_mismatch="error") as found:
+        yield found
+
+
+@pytest.fixture
+def engine(bundle):
+    with contextlib.closing(Engine(bundle, slots=2)) as found:
+        yield found
+
+
+class Held:
+    """A token mask that lets a request run until the test ends it."""
+
+    def __init__(self):
+        self.began, self.ends = threading.Event(), threading.Event()
+
+    def __call__(self, tokens):
+        self.began.set()
+        assert self.ends.wait(60)
+
+
+def test_a_drain_ends_when_the_engine_is_closed_while_a_request_runs(engine):
+    held = Held()
+    running = engine.submit([1], token_mask=held, **FEW)
+    assert held.began.wait(60)
+    with ThreadPoolExecutor(2) as pool:
+        drained = pool.submit(engine.drain)
+        wait_for(lambda: engine._loop._refuses)
+        closed = pool.submit(engine.close)
+        wait_for(lambda: engine._loop._stops)
+        held.ends.set()
+        assert drained.result(10)
+        closed.result(10)
+    with pytest.raises(ClosedError):
+        running.result(0)
