@@ -134,7 +134,7 @@ class Loop:
                 atexit.register(self.close)  # an end of the process inside XLA aborts it
             self._changed.notify_all()
         if dropped is not None:
-            _wake(dropped.receiver.fail(self._full(f"{self._queue_size} requests", LONGER_QUEUE)))
+            wake([dropped.receiver.fail(self._full(f"{self._queue_size} requests", LONGER_QUEUE))])
 
     def _full(self, found: str, *more: str) -> QueueFullError:
         seconds = self._request_seconds / self._plan.batch
@@ -311,19 +311,20 @@ class Loop:
         while self._batch.free and self._batch.entering < _ENTERING:
             if not (tickets := self._take()):
                 return
-            self._hand_out()  # making room in the cache may take long
             now = time.perf_counter()
             for ticket in tickets:
-                ticket.generation.enter()
-                _spend(ticket, len(ticket.generation.request.prompt))
                 self._recorder.generations.admitted(now - ticket.submitted)
-            try:
+            try:  # whatever fails: they are in neither the queue nor the slots
+                self._hand_out()  # making room in the cache may take long
+                for ticket in tickets:
+                    ticket.generation.enter()
+                    _spend(ticket, len(ticket.generation.request.prompt))
                 slots = self._batch.begin(*(ticket.generation.request for ticket in tickets))
             except Exception as error:
                 for ticket in tickets:
                     self._recorder.finished("error", now - ticket.submitted)
                     self._forget(ticket)
-                    _wake(ticket.receiver.fail(error))
+                    wake([ticket.receiver.fail(error)])
                 raise
             self._running.update(zip(slots, tickets, strict=True))
 
@@ -403,7 +404,7 @@ class Loop:
         by_slot: dict[int, list[Token]] = {}
         for token in tokens:
             by_slot.setdefault(token.slot, []).append(token)
-        wakers: list[Waker] = []
+        wakers: list[Waker | None] = []
         for slot, found in by_slot.items():
             ticket = self._running[slot]
             if ticket.guard is not None and (error := ticket.guard.error) is not None:
@@ -424,19 +425,17 @@ class Loop:
                 seconds = now - ticket.submitted
                 self._recorder.finished(last.finish_reason, seconds, last.stats)
                 self._end(slot)
-            if (waker := ticket.receiver.take(ticket.generation, pieces)) is not None:
-                wakers.append(waker)
+            wakers.append(ticket.receiver.take(ticket.generation, pieces))
         wake(wakers)
 
     def _hand_out(self) -> None:
         """Hand out the tokens of the last step that `_deliver` has held back."""
         held, self._held = self._held, []
-        wakers: list[Waker] = []
+        wakers: list[Waker | None] = []
         for ticket, tokens, now in held:
             pieces = [ticket.generation.take(token) for token in tokens]
             self._count(ticket, pieces, now)
-            if (waker := ticket.receiver.take(ticket.generation, pieces)) is not None:
-                wakers.append(waker)
+            wakers.append(ticket.receiver.take(ticket.generation, pieces))
         wake(wakers)
 
     def _pieces(self, slot: int, ticket: Ticket, tokens: Sequence[Token]) -> list[Piece]:
@@ -473,11 +472,11 @@ class Loop:
         self._recorder.finished(reason, time.perf_counter() - ticket.submitted)
         self._end(slot)
         if error is not None:
-            _wake(ticket.receiver.fail(error))
+            wake([ticket.receiver.fail(error)])
 
     def _abandon(self, ticket: Ticket, error: Exception, reason: str) -> None:
         self._recorder.generations.abandoned(reason)
-        _wake(ticket.receiver.fail(error))
+        wake([ticket.receiver.fail(error)])
 
     def _end(self, slot: int) -> None:
         """Forget a request that has no slot any more."""
@@ -494,8 +493,3 @@ class Loop:
 def _spend(ticket: Ticket, tokens: int) -> None:
     if ticket.limits.on_tokens is not None:
         ticket.limits.on_tokens(tokens)
-
-
-def _wake(waker: Waker | None) -> None:
-    if waker is not None:
-        wake([waker])

@@ -253,10 +253,10 @@ def _is_last(item: Piece | BaseException) -> bool:
     return isinstance(item, BaseException) or item.finish_reason is not None
 
 
-def wake(wakers: list[Waker]) -> None:
-    """Wake tasks, with one call into each event loop."""
+def wake(wakers: list[Waker | None]) -> None:
+    """Wake tasks, with one call into each event loop; None: nobody waits."""
     loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-    for loop, future in wakers:
+    for loop, future in filter(None, wakers):
         loops.setdefault(loop, []).append(future)
     for loop, futures in loops.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more

@@ -10,6 +10,7 @@ from tests.waiting import wait_for
 from prejit.runtime import load
 from prejit.runtime.errors import ClosedError
 from prejit.server.engine.engine import Engine
+from prejit.server.engine.fair_queue import Limits
 
 FEW = {"max_new_tokens": 4, "stop_token_ids": ()}
 
@@ -51,3 +52,26 @@ def test_a_drain_ends_when_the_engine_is_closed_while_a_request_runs(engine):
         closed.result(10)
     with pytest.raises(ClosedError):
         running.result(0)
+
+
+class Failing:
+    """Takes the tokens of a client, and fails with some of them."""
+
+    def __init__(self, at):
+        self._at, self._count = at, 0
+
+    def __call__(self, tokens):
+        self._count += 1
+        if self._count == self._at:
+            raise ZeroDivisionError("a mistake of who counts")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_request_whose_tokens_cannot_be_counted_fails_and_leaves_nothing_behind(engine, at):
+    wrong = engine.submit([1], limits=Limits(on_tokens=Failing(at)), **FEW)
+    with pytest.raises(ZeroDivisionError):
+        wrong.result(10)
+    assert len(engine.generate([1], **FEW).token_ids) == 4
+    assert engine.drain(10)
+    metrics = engine.metrics()
+    assert (metrics.running, metrics.waiting, metrics.finished["error"]) == (0, 0, 1)
