@@ -88,6 +88,7 @@ class Loop:
         self._stops = False
         # Of the last step: tickets with tokens that are handed out while the next step runs.
         self._held: list[tuple[Ticket, list[Token], float]] = []
+        self._wakers: list[Waker | None] = []  # kept for `_fail` where handing out stops half-way
         self._smaller_since: float | None = None
         self._has_rested = True  # whether the request that comes next comes after a pause
         self._request_seconds = 0.1  # how long a request has a slot, on average of the last ones
@@ -404,7 +405,6 @@ class Loop:
         by_slot: dict[int, list[Token]] = {}
         for token in tokens:
             by_slot.setdefault(token.slot, []).append(token)
-        wakers: list[Waker | None] = []
         for slot, found in by_slot.items():
             ticket = self._running[slot]
             if ticket.guard is not None and (error := ticket.guard.error) is not None:
@@ -425,18 +425,17 @@ class Loop:
                 seconds = now - ticket.submitted
                 self._recorder.finished(last.finish_reason, seconds, last.stats)
                 self._end(slot)
-            wakers.append(ticket.receiver.take(ticket.generation, pieces))
-        wake(wakers)
+            self._wakers.append(ticket.receiver.take(ticket.generation, pieces))
+        wake(self._wakers)
 
     def _hand_out(self) -> None:
         """Hand out the tokens of the last step that `_deliver` has held back."""
         held, self._held = self._held, []
-        wakers: list[Waker | None] = []
         for ticket, tokens, now in held:
             pieces = [ticket.generation.take(token) for token in tokens]
             self._count(ticket, pieces, now)
-            wakers.append(ticket.receiver.take(ticket.generation, pieces))
-        wake(wakers)
+            self._wakers.append(ticket.receiver.take(ticket.generation, pieces))
+        wake(self._wakers)
 
     def _pieces(self, slot: int, ticket: Ticket, tokens: Sequence[Token]) -> list[Piece]:
         pieces = []

@@ -254,10 +254,11 @@ def _is_last(item: Piece | BaseException) -> bool:
 
 
 def wake(wakers: list[Waker | None]) -> None:
-    """Wake tasks, with one call into each event loop; None: nobody waits."""
+    """Wake tasks, with one call into each event loop, and empty the list; None: nobody waits."""
     loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for loop, future in filter(None, wakers):
         loops.setdefault(loop, []).append(future)
+    wakers.clear()
     for loop, futures in loops.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
             loop.call_soon_threadsafe(_set_all, futures)

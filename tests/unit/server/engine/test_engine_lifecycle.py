@@ -1,5 +1,6 @@
 """Requests and drains end, whatever an engine's end, its caller or the system does in between."""
 
+import asyncio
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -75,3 +76,22 @@ def test_a_request_whose_tokens_cannot_be_counted_fails_and_leaves_nothing_behin
     assert engine.drain(10)
     metrics = engine.metrics()
     assert (metrics.running, metrics.waiting, metrics.finished["error"]) == (0, 0, 1)
+
+
+def test_tasks_wake_when_the_tokens_of_another_request_cannot_be_counted(engine, monkeypatch):
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
+
+    async def read():
+        stream = engine.stream([1], max_new_tokens=60, stop_token_ids=())
+        await anext(stream)
+        wrong = engine.submit([2], limits=Limits(on_tokens=Failing(4)), **FEW)
+
+        async def rest():
+            return [piece async for piece in stream]
+
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(rest(), 10)
+        with pytest.raises(ZeroDivisionError):
+            wrong.result(10)
+
+    asyncio.run(read())
