@@ -127,12 +127,13 @@ class Loop:
                     self._recorder.generations.refused()
                     raise self._full(f"{self._queue_size} requests", LONGER_QUEUE)
                 self._recorder.generations.abandoned("refused")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="prejit engine", daemon=True)
+                thread.start()  # if the system has no more threads, the next request tries again
+                self._thread = thread
+                atexit.register(self.close)  # an end of the process inside XLA aborts it
             self._queue.put(ticket, ticket.client, ticket.priority, ticket.limits.running)
             self._recorder.generations.submitted()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="prejit engine", daemon=True)
-                self._thread.start()
-                atexit.register(self.close)  # an end of the process inside XLA aborts it
             self._changed.notify_all()
         if dropped is not None:
             wake([dropped.receiver.fail(self._full(f"{self._queue_size} requests", LONGER_QUEUE))])

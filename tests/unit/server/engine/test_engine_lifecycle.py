@@ -95,3 +95,17 @@ def test_tasks_wake_when_the_tokens_of_another_request_cannot_be_counted(engine,
             wrong.result(10)
 
     asyncio.run(read())
+
+
+def test_an_engine_whose_thread_could_not_start_starts_it_with_the_next_request(
+    engine, monkeypatch
+):
+    def start(thread):
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError):
+        engine.submit([1], **FEW)
+    assert engine.metrics().waiting == 0
+    assert len(engine.submit([1], **FEW).result(10).token_ids) == 4
