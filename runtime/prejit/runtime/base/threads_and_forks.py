@@ -34,6 +34,16 @@ _lock = threading.Lock()
 """Held while a lock is made for an object."""
 
 
+def making(instance: object) -> threading.RLock:
+    """Return the lock that is held while a `once` property of an object is made.
+
+    It is one for all of them, because one may read another.
+    """
+    with _lock:
+        lock: threading.RLock = vars(instance).setdefault("_once", threading.RLock())
+        return lock
+
+
 class once(Generic[_T]):  # noqa: N801 (a decorator)
     """A decorator like functools.cached_property, with a lock for each object.
 
@@ -57,9 +67,7 @@ class once(Generic[_T]):  # noqa: N801 (a decorator)
         if instance is None:
             return self
         values = vars(instance)
-        with _lock:  # one lock for all properties of an object, because one may read another
-            lock = values.setdefault("_once", threading.RLock())
-        with lock:
+        with making(instance):
             if self._name not in values:
                 values[self._name] = self._make(instance)
             made: _T = values[self._name]  # later reads find it there and do not call this method

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack, final
 
 from prejit.runtime.base import arguments
-from prejit.runtime.base.threads_and_forks import OneProcess, once
+from prejit.runtime.base.threads_and_forks import OneProcess, making, once
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import ClosedError, ContextError, UsageError
 from prejit.runtime.fallback_reporting import fallback_counts
@@ -355,8 +355,9 @@ class Engine(OneProcess):
             )
 
     def _shared(self) -> list[Encoding | Calling]:
-        """Return what shares runs, if it was used."""
-        return [vars(self)[name] for name in ("_encoding", "_calling") if name in vars(self)]
+        """Return what shares runs, if it was used. If it is being made, its first call must not be missed."""
+        with making(self):
+            return [vars(self)[name] for name in ("_encoding", "_calling") if name in vars(self)]
 
     # ------------------------------------------------------------------ the engine as a whole
 

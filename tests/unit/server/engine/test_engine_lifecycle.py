@@ -5,6 +5,7 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from tests.waiting import wait_for
 
@@ -12,6 +13,7 @@ from prejit.runtime import load
 from prejit.runtime.errors import ClosedError
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.fair_queue import Limits
+from prejit.server.engine.microbatch_calls import Calling
 
 FEW = {"max_new_tokens": 4, "stop_token_ids": ()}
 
@@ -109,3 +111,30 @@ def test_an_engine_whose_thread_could_not_start_starts_it_with_the_next_request(
         engine.submit([1], **FEW)
     assert engine.metrics().waiting == 0
     assert len(engine.submit([1], **FEW).result(10).token_ids) == 4
+
+
+def test_a_drain_that_begins_while_the_first_call_is_prepared_refuses_it(settled_dir, monkeypatch):
+    began, goes_on, prepare = threading.Event(), threading.Event(), Calling.__init__
+
+    def held(self, *arguments, **options):
+        prepare(self, *arguments, **options)
+        began.set()
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(Calling, "__init__", held)
+    x = np.ones((2, 16), np.float32)
+    with (
+        load(settled_dir, on_mismatch="error") as found,
+        contextlib.closing(Engine(found)) as engine,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        first = pool.submit(engine.call, "score", x=x)
+        assert began.wait(60)
+        drained = pool.submit(engine.drain, 0.0)
+        wait_for(lambda: engine._is_ending)
+        goes_on.set()
+        drained.result(10)
+        with pytest.raises(ClosedError):
+            engine.call("score", x=x)
+        with contextlib.suppress(ClosedError):  # it came before the drain or after it
+            first.result(10)
