@@ -160,8 +160,8 @@ class Sleeper:
                 return False
             self._yields_until = 0.0
             self.is_sleeping = True
-            free()
-            if not self._is_closed:
+            if not self._is_closed:  # a closed engine has freed its memory by itself
+                free()
                 self._sleeps += 1
                 _log.info("%s: sleeps", self._name)
             return True

@@ -237,3 +237,23 @@ def test_a_closed_bundle_leaves_no_client_to_the_collector(wide_dir, held):
         assert sum(isinstance(each, client) for each in gc.get_objects()) == before - 1
     finally:
         gc.enable()
+
+
+def test_an_engine_that_was_closed_while_something_ran_leaves_its_room_to_others(bundle):
+    """As the trial of a release does, which keeps the bundle awake that is swapped meanwhile."""
+
+    class Room:
+        def claim(self, sleeper, waited_seconds):
+            if sleeper is later.sleeper and not earlier.sleep():
+                return False
+            sleeper.rise()
+            return True
+
+    with (
+        contextlib.closing(Engine(bundle, slots=1, room=Room())) as earlier,
+        contextlib.closing(Engine(bundle, slots=1, room=Room())) as later,
+    ):
+        earlier.generate([1, 2], **FEW)
+        with earlier.sleeper:
+            earlier.close()
+        assert len(later.submit([1, 2], **FEW).result(10).token_ids) == 4
