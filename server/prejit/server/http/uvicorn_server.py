@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
 import uvicorn
@@ -171,9 +172,13 @@ class _Server(uvicorn.Server):
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._ending is not None:
-            say(f"{number.name} came again: ending at once")
-            os._exit(128 + number)
-        self._ending = asyncio.get_running_loop().create_task(self._end(number))
+            _end_at_once(number, None)
+        loop = asyncio.get_running_loop()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            # The loop may wait for an engine's step by then, or have ended.
+            loop.remove_signal_handler(one)
+            signal.signal(one, _end_at_once)
+        self._ending = loop.create_task(self._end(number))
 
     async def _end(self, number: signal.Signals) -> None:
         """Finish what runs, for a limited time, and end."""
@@ -182,3 +187,10 @@ class _Server(uvicorn.Server):
         await drain(self._models, seconds, ends=True)
         self._models.close()  # what is left fails, so that its clients get an answer
         self.stop()
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    try:
+        say(f"{signal.Signals(number).name} came again: ending at once")
+    finally:  # it may have interrupted another message
+        os._exit(128 + number)

@@ -1,6 +1,9 @@
 """uvicorn as this project runs it."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
@@ -31,3 +34,27 @@ def test_an_idle_server_rests_and_ends_at_once_when_it_is_stopped():
         return seen
 
     assert asyncio.run(count_until_stopped()) == 1
+
+
+ENDING = """
+import os, signal, socket, time
+from types import SimpleNamespace
+from prejit.server.gate.server_settings import Settings
+from prejit.server.http.uvicorn_server import run
+from prejit.server.served.served import Models
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+models = Models()
+models.close = lambda: (send(signal.SIGINT), time.sleep(60))  # as an engine whose step takes long
+loading = SimpleNamespace(answers=lambda: send(signal.SIGTERM), when_failed=lambda call: None)
+listening = socket.create_server(("127.0.0.1", 0))
+run(models, Settings(), listening, loading, admin=None, reopen=None, look_again=None)
+"""
+
+
+def test_a_second_signal_ends_a_server_at_once_whose_loop_waits_for_an_engine():
+    ended = subprocess.run([sys.executable, "-c", ENDING], stderr=subprocess.PIPE, timeout=30)
+    assert ended.returncode == 128 + signal.SIGINT
+    assert b"SIGINT came again: ending at once" in ended.stderr
