@@ -137,8 +137,8 @@ def serve(
                 telemetry=telemetry,
             )
         finally:
-            checks.close()
-            has_ended = canaries.close() and (following is None or following.close())
+            closing = (checks, canaries, *(() if following is None else (following,)))
+            has_ended = all([each.close() for each in closing])
     if loading.error is not None:
         raise loading.error
     models.close()
@@ -147,7 +147,7 @@ def serve(
     if log is not None:
         log.close()
     is_working = any(one.name == ADMIN for one in threading.enumerate())
-    # A load cannot be stopped, nor a network that stalls.
+    # A load cannot be stopped, nor a check, nor a network that stalls.
     if loading.is_alive() or not has_ended or is_working:
         sys.stderr.flush()
         os._exit(0)

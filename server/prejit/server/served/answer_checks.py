@@ -17,6 +17,9 @@ after it."""
 _PAUSE_TIMES = 20
 """A pause takes so many times as long as the check before it, which runs beside requests."""
 
+_CLOSE_SECONDS = 2.0
+"""How long a server that ends waits for a check."""
+
 
 class AnswerChecks:
     """A thread that runs programs again after requests have failed, and at intervals."""
@@ -28,12 +31,13 @@ class AnswerChecks:
         self._ends = threading.Event()
         self._thread = start_thread(self._run, "prejit-answers")
 
-    def close(self) -> None:
-        """End the thread, after the program that it runs now."""
+    def close(self) -> bool:
+        """End the thread; return whether it has ended. The answers of large models may keep it longer."""
         self._ends.set()
         self._models.suspected.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
+        return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         models = self._models

@@ -1,6 +1,7 @@
 """A server whose model gives wrong answers must not stay ready, and one that is right again must."""
 
 import shutil
+import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -116,3 +117,24 @@ def test_a_model_that_sleeps_is_not_woken_to_be_checked(server):
         assert server.get("/health/ready").json()["sleeping"] == ["m"]
         assert server.completion() == 200
         assert one.bundle._programs._ready
+
+
+def test_a_server_that_ends_does_not_wait_for_a_check_that_takes_long(server, monkeypatch):
+    began, ends = threading.Event(), threading.Event()
+
+    def answers(bundle):
+        began.set()
+        assert ends.wait(60)
+        yield from ()
+
+    monkeypatch.setattr(Bundle, "wrong_answers", answers)
+    monkeypatch.setattr("prejit.server.served.answer_checks._CLOSE_SECONDS", 0.1)
+    with closing(AnswerChecks(server.models, 0.01)) as checks:
+        assert began.wait(60)
+        late = threading.Timer(5, ends.set)
+        late.start()
+        assert not checks.close()
+        assert not ends.is_set()
+        late.cancel()
+        ends.set()
+        wait_for(checks.close)
