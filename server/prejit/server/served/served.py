@@ -64,6 +64,7 @@ class GrammarCompiling:
         self._waiting: list[_Turn] = []
         self._running: _Turn | None = None
         self._seconds: dict[str, float] = {}
+        self._is_closed = False
 
     async def mask(
         self,
@@ -76,6 +77,7 @@ class GrammarCompiling:
 
         Raises:
             UsageError: as `Grammars.mask`, or it is too large.
+            ClosedError: `close` was called before it was compiled.
         """
         if len(source.text) > MAX_GRAMMAR_CHARACTERS:
             raise UsageError(
@@ -104,19 +106,23 @@ class GrammarCompiling:
             del turn
 
     def close(self) -> None:
-        """End the process that compiles."""
+        """End the process that compiles. It may be called from any thread."""
+        self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._grammars is not None:
             self._grammars.stop_trial()
 
     def _begin_next(self) -> None:
-        if self._running is not None or not self._waiting:
-            return
-        turn = min(self._waiting, key=lambda each: self._seconds.get(each.client, 0.0))
-        self._waiting.remove(turn)
-        self._running = turn
-        work = asyncio.get_running_loop().run_in_executor(self._pool, turn.work)
-        work.add_done_callback(partial(self._finish, turn, time.monotonic()))
+        while self._running is None and self._waiting:
+            turn = min(self._waiting, key=lambda each: self._seconds.get(each.client, 0.0))
+            self._waiting.remove(turn)
+            try:
+                work = asyncio.get_running_loop().run_in_executor(self._pool, turn.work)
+            except RuntimeError:  # it is closed, or no thread can start
+                turn.result.set_exception(_closed())
+                continue
+            self._running = turn
+            work.add_done_callback(partial(self._finish, turn, time.monotonic()))
 
     def _finish(self, turn: _Turn, started: float, work: asyncio.Future[GrammarMask]) -> None:
         self._running = None
@@ -127,13 +133,19 @@ class GrammarCompiling:
             self._seconds[turn.client] = before + time.monotonic() - started
         error = None if work.cancelled() else work.exception()
         if not turn.result.done():
-            if error is not None:
+            if work.cancelled() or (error is not None and self._is_closed):
+                turn.result.set_exception(_closed())  # the client's grammar may be right
+            elif error is not None:
                 turn.result.set_exception(error)
-            elif work.cancelled():
-                turn.result.cancel()
             else:
                 turn.result.set_result(work.result())
         self._begin_next()
+
+
+def _closed() -> ClosedError:
+    return ClosedError(
+        "this model is closed", hint="send the request again, to another server or later"
+    )
 
 
 OTHER = "other"

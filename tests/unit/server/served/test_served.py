@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from tests.odd_weights import spoil_weights
 from tests.waiting import wait_for
 
 from prejit.runtime import load
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import ClosedError, UsageError
 from prejit.server import Engine
 from prejit.server.grammar.grammar_sources import GrammarSource
 from prejit.server.served import served as served_bundles
@@ -78,6 +79,36 @@ def test_a_refused_grammar_leaves_nothing_behind(monkeypatch):
         wait_for(lambda: kept[0]() is None)  # its thread, of low priority, may hold it for a moment
     finally:
         gc.enable()
+
+
+def test_requests_whose_grammars_wait_when_a_model_is_closed_are_told_so(monkeypatch):
+    began, killed = threading.Event(), threading.Event()
+
+    def compile_until_killed(*_):
+        began.set()
+        assert killed.wait(60)
+        raise UsageError("a grammar: expected one that compiles, found one that ended its process")
+
+    compiles = SimpleNamespace(
+        kept_mask=lambda *_: None, mask=compile_until_killed, stop_trial=killed.set
+    )
+    monkeypatch.setattr(served_bundles, "Grammars", lambda *_, **__: compiles)
+
+    async def ask():
+        compiling = served_bundles.GrammarCompiling()
+
+        def mask(client):
+            source = GrammarSource("{", "a grammar", (), False)
+            return asyncio.ensure_future(compiling.mask(None, source, None, client))
+
+        asked = [mask("one"), mask("two"), mask("three")]
+        await asyncio.to_thread(began.wait, 60)
+        compiling.close()
+        for each in (*asked, mask("late")):
+            with pytest.raises(ClosedError):
+                await asyncio.wait_for(each, 10)
+
+    asyncio.run(ask())
 
 
 def test_the_first_program_with_a_nan_is_said_and_every_run_counts(decoder_dir, monkeypatch):
