@@ -25,6 +25,7 @@ from pathlib import Path
 from prejit.runtime.base.files import is_digest, user_directory
 from prejit.runtime.base.written_files import lock_file, unlock, write_file
 from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.index_writing import locked
 from prejit.runtime.format.layout import STORED, Layout
 from prejit.runtime.format.names import BUNDLE_NAME, OCI_LAYOUT
 from prejit.runtime.format.referrers import reached
@@ -136,8 +137,15 @@ class MachineStore:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"{directory}: cannot make it: {error.strerror}") from error
-        write_file(directory / "oci-layout", OCI_LAYOUT)
-        write_file(directory / "index.json", shipment.index_file)
+        with locked(directory):
+            # Another process may have fetched other targets since this one looked.
+            others = self.targets_of(shipment.digest)
+            others -= {document.at.digest for document in shipment.documents}
+            if others and shipment.beside is not None:
+                wider = shipment.beside(others)
+                shipment = wider if all(map(self.has, wider.all)) else shipment
+            write_file(directory / "oci-layout", OCI_LAYOUT)
+            write_file(directory / "index.json", shipment.index_file)
         receipts = Receipts(self.path, is_shared=True)
         for digest, identity in self._blobs.written.items():
             receipts.add_written(digest, identity)

@@ -10,9 +10,9 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,12 +89,14 @@ class Shipment:
             what it refers to, then the bundle's index.
         blobs: all other blobs, each digest once.
         index_file: the bytes of `index.json`.
+        beside: returns what moves with more targets, of which it gets the digests.
     """
 
     digest: str
     documents: tuple[BundleDocument, ...]
     blobs: tuple[Descriptor, ...]
     index_file: bytes
+    beside: Callable[[Collection[str]], Shipment] | None = field(default=None, compare=False)
 
     @property
     def all(self) -> tuple[Descriptor, ...]:
@@ -217,7 +219,12 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
         index_file = encode_copy(kept, entries)
     for document in documents:
         blobs.pop(document.at.digest, None)
-    return Shipment(root.digest, tuple(documents), tuple(blobs.values()), index_file)
+
+    def beside(others: Collection[str]) -> Shipment:
+        every = (at for at in root.bundle.manifests if at in kept or at.digest in others)
+        return shipment_of(files, root, every)
+
+    return Shipment(root.digest, tuple(documents), tuple(blobs.values()), index_file, beside)
 
 
 def _in_order(attached: Iterable[Referrer], known: set[str]) -> list[Referrer]:

@@ -198,3 +198,14 @@ def test_a_token_goes_to_the_server_that_it_is_for(monkeypatch, given, host, is_
     monkeypatch.setenv(object_repository.TOKEN, given)
     found = object_repository._authorization(urlsplit(f"https://{host}/x"), is_chosen=is_chosen)
     assert found.get("Authorization") == sent
+
+
+def test_two_who_fetch_different_targets_at_once_both_find_theirs(registry, store):
+    def check_room(shipment):
+        del store.check_room
+        assert pulled(registry, store, "fleet:v1", names=("cuda-l4",)).moved is not None
+
+    store.check_room = check_room
+    found = pulled(registry, store, "fleet:v1", machine=HERE)
+    assert audited(found.path).target_count == 2
+    assert pulled(registry, store, "fleet:v1", machine=HERE).moved is None
