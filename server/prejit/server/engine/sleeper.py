@@ -89,12 +89,14 @@ class Sleeper:
         If the engine sleeps, this wakes it, or with `wakes=False` returns False.
         """
         with self._lock:
+            if self._is_closed:
+                return False
             if not self.is_sleeping:
                 if self._yields_until and self.yields:
                     return False
                 self._running += 1
                 return True
-            if not wakes or self._is_closed:
+            if not wakes:
                 return False
             if self._waiting_since is None:
                 self._waiting_since = time.monotonic()
@@ -167,7 +169,7 @@ class Sleeper:
             return True
 
     def close(self) -> None:
-        """Wake up no more."""
+        """Let nothing more begin."""
         self._is_closed = True
 
     def metrics(self) -> SleepMetrics:

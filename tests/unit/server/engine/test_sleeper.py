@@ -256,4 +256,7 @@ def test_an_engine_that_was_closed_while_something_ran_leaves_its_room_to_others
         earlier.generate([1, 2], **FEW)
         with earlier.sleeper:
             earlier.close()
+        time.sleep(0.3)  # it yields for 0.25 s
+        with pytest.raises(ClosedError), earlier.sleeper:
+            """The trial would go on, beside a bundle that no longer answers."""
         assert len(later.submit([1, 2], **FEW).result(10).token_ids) == 4
