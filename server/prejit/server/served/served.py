@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import time
@@ -460,8 +461,9 @@ class Models:
         """Take requests again, unless the server ends; return whether it does not."""
         if self._is_ending:
             return False
-        for one in (*self, *(each.served for each in [*self.canaries.values()])):
-            one.engine.undrain()
+        for one in self._all():
+            with contextlib.suppress(ClosedError):  # it was replaced, and is freed just now
+                one.engine.undrain()
         self._is_draining = False
         return True
 

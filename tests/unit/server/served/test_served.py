@@ -39,6 +39,19 @@ def test_a_name_is_that_of_one_bundle_and_drain_reaches_every_engine():
         assert each.engine.mock_calls == [call.drain(0.0), call.undrain(), call.close()]
 
 
+def test_requests_that_began_before_a_swap_go_on_after_a_drain_is_undone():
+    before, after, closed = (Served("m", None, Mock(), 0) for _ in range(3))
+    closed.engine.undrain.side_effect = ClosedError("freed just now")
+    models = Models(closed)
+    models.put("m", before)
+    models.put("m", after)
+    models.drain()
+    assert models.undrain()
+    assert models.state == "ready"
+    for each in (before, after):
+        each.engine.undrain.assert_called_once_with()
+
+
 def test_a_drain_while_it_loads_can_be_undone_and_a_server_that_ends_stays_so():
     models = Models()
     assert models.state == "loading"
