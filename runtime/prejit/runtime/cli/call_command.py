@@ -15,11 +15,11 @@ from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.cli.command_options import (
     BUNDLE,
     CHECK_FINITE,
+    DIR,
     JSON,
     STATS,
     load_bundle,
     loads,
-    output,
 )
 from prejit.runtime.cli.output import print_json, print_start, print_text
 from prejit.runtime.errors import StoreError, UsageError
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     metavar="NAME=VALUE",
     help="A static argument; VALUE is JSON, or else text.",
 )
-@output("DIR", "Directory for the results, one .npy file each.", required=True)
+@click.option(
+    "-o", "--output", **DIR, required=True, help="Directory for the results, one .npy file each."
+)
 @CHECK_FINITE
 @STATS
 @loads

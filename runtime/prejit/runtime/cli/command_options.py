@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.process_facts import TRUST_VARIABLE, policy_paths
 from prejit.runtime.cli.output import print_text, progress, warnings_on_stderr
 from prejit.runtime.errors import UsageError
@@ -234,14 +235,32 @@ def loads(command: _F) -> _F:
     return FINGERPRINT(TRUST(mismatch(VERBOSE(command))))
 
 
+def _check_place(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    """Raise StoreError before the work of a command if the file of its result cannot be written."""
+    if path is not None:
+        import tempfile  # the commands that answer quickly write no file
+
+        with store_errors(path, "write"):
+            if not os.path.exists(path):
+                tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
+            elif os.path.isfile(path) or os.path.isdir(path):  # opening a pipe would wait
+                open(path, "ab").close()
+    return path
+
+
+def writes(*names: str, metavar: str, **more: Any) -> Callable[[_F], _F]:
+    """Return an option that names a file which the command writes at its end."""
+    return click.option(*names, type=PATH, metavar=metavar, callback=_check_place, **more)
+
+
 def output(metavar: str, text: str, **more: Any) -> Callable[[_F], _F]:
-    """Return the option that says where the result is written."""
-    return click.option("-o", "--output", type=PATH, metavar=metavar, help=text, **more)
+    """Return the option that names the file of the result."""
+    return writes("-o", "--output", metavar=metavar, help=text, **more)
 
 
 def page(text: str) -> Callable[[_F], _F]:
     """Return the option that writes a report as an HTML page."""
-    return click.option("--page", type=PATH, metavar="FILE.html", help=text)
+    return writes("--page", metavar="FILE.html", help=text)
 
 
 def check_one(

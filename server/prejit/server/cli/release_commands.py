@@ -16,6 +16,7 @@ from prejit.runtime.cli.command_options import (
     VERBOSE,
     local_bundle,
     page,
+    writes,
 )
 from prejit.runtime.cli.output import (
     print_json,
@@ -56,7 +57,7 @@ GATE_FAILED = 9
     "--seed", type=click.IntRange(0, 2**32), default=0, help="Seed of the gate's own requests."
 )
 @page("Write the verdict as a page.")
-@click.option("--markdown", **FILE, help="Write the verdict as a comment for a pull request.")
+@writes("--markdown", metavar="FILE", help="Write the verdict as a comment for a pull request.")
 @TRUST
 @VERBOSE
 @JSON

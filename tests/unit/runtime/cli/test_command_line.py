@@ -1,5 +1,6 @@
 """One command line: all commands in one listing, one style of help, one name for one thing."""
 
+import os
 import re
 import shlex
 import sys
@@ -93,3 +94,23 @@ def test_a_size_is_read_as_dd_reads_it_or_refused():
     for text in ("", "-1", "G", "1X", "1iB", "1e3", "0x10", "9" * 16, "many"):
         with pytest.raises(click.BadParameter, match="expected a number of bytes or a size such"):
             byte_count(text)
+
+
+@pytest.mark.parametrize("option", ["bench b -o", "gate a b --markdown", "load b --page"])
+@pytest.mark.parametrize("place", ["missing/file", "."])
+def test_a_result_that_cannot_be_written_is_an_error_before_the_work(
+    option, place, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main([*option.split(), place]) == 6
+    assert capsys.readouterr().err.startswith(f"error[store]: {place}: cannot write: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_result_and_a_pipe_without_a_reader_stay(tmp_path, capsys):
+    (tmp_path / "file").write_text("earlier")
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "file", tmp_path / "pipe"):
+        assert __main__.main(["bench", "missing", "-o", str(place)]) == 6
+        assert "missing: cannot open a bundle" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "earlier"
