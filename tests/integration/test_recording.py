@@ -228,3 +228,13 @@ def test_nothing_to_record_is_said(prejit_at, tmp_path):
     assert "the program compiled nothing with jax" in done.stderr
     assert not (tmp_path / "b").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(prejit_at, tmp_path):
+    ran = tmp_path / "ran"
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "b"):
+        done = prejit_at("record", "-o", output, "--", "touch", ran, status=6)
+        assert f"{output}: cannot write a bundle: " in done.stderr
+        assert "nothing was recorded" in done.stderr
+    assert not ran.exists()

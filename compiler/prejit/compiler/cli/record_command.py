@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,7 @@ def record(
     output = Path("artifacts", default_name(command)) if output is None else output
     if manifest is not None:
         _check_new(manifest)
+    _check_place(output)
     recording = record_run(command, output, untraced=untraced)
     if manifest is not None:
         _write_manifest(manifest, recording)
@@ -95,6 +97,17 @@ def _tell_calls(calls: RecordedCalls) -> None:
     for reason, names in calls.reasons().items():
         some = ", ".join(dict.fromkeys(names[:5])) + (", ..." if len(names) > 5 else "")
         tell(f"  {counted(len(names), 'call')} ({some}): {reason}")
+
+
+def _check_place(output: Path) -> None:
+    """Raise StoreError before the run if the bundle cannot be written after it."""
+    from prejit.runtime.base.files import store_errors
+
+    hint = "nothing was recorded: give -o a place where this user may write"
+    with store_errors(output, "write a bundle", hint=hint):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for directory in filter(Path.exists, (output.parent, output)):
+            tempfile.TemporaryFile(dir=directory).close()
 
 
 def _check_new(manifest: Path) -> None:
