@@ -75,14 +75,15 @@ class DirectoryRepository(_OneBundle):
         """Check that another bundle may take the place of what is here: `publish` removes all other blobs.
 
         Raises:
-            UsageError: another tool has written images here.
+            UsageError: another tool has written images here, or an `index.json` of another kind.
         """
         try:
             with open(os.path.join(self.name, "index.json"), "rb") as file:
                 content = file.read(limits.MAX_INDEX_BYTES)
         except OSError:  # no bundle, and what cannot be written says so
             return
-        if is_ours(content) or not parse_object(content).get("manifests"):
+        found = parse_object(content)
+        if is_ours(content) or not found or found.get("manifests") == []:  # ours, damaged, empty
             return
         try:
             with Layout(self.name) as layout:  # skopeo and oras write bundles, too

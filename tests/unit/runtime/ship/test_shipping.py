@@ -121,6 +121,9 @@ def test_images_of_another_tool_are_not_removed(fleet, tmp_path):
                 moved(source, there)
     assert blob.read_bytes() == image
     assert (there / "index.json").read_text() == index
+    (there / "index.json").write_text('{"pages": []}')  # of a web site
+    with pytest.raises(UsageError, match=r"images: .* what another tool wrote"):
+        moved(fleet, there)
     write_root(there, [])
     moved(fleet, there)
     moved(GOLDEN / "call", there)  # a bundle in place of another
