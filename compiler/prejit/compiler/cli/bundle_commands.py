@@ -109,16 +109,16 @@ def bench(
             say=show,
         )
     described = {**report.described(), "comparison": asdict(comparison) if comparison else None}
-    if output is not None:
-        write_text(output, json.dumps(described, indent=1) + "\n")
-    if page is not None:
-        write_text(page, bench_page(report, comparison))
     if as_json:
         print_json(described)
         for note in notes(comparison) if comparison is not None else ():
             print_text(f"note: {note}", file=sys.stderr)
     else:
         print_text(text(report, comparison))
+    if output is not None:
+        write_text(output, json.dumps(described, indent=1) + "\n")
+    if page is not None:
+        write_text(page, bench_page(report, comparison))
     if comparison is not None and comparison.regressions:
         raise regression(comparison)
     return 0
