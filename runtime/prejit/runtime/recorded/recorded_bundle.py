@@ -39,6 +39,9 @@ _UNUSED_DAYS = 30
 """After so many days without a start, unpacked files are removed when another bundle is unpacked."""
 
 _TEMPORARY_SUFFIX = ".tmp"
+_OTHER_CACHE = (
+    "set PREJIT_RUNTIME_CACHE to a directory that can be written, or free some space there"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +153,7 @@ def read_files(layout: Layout, contents: Contents, into: Path) -> None:
     pack = Layer.in_layout(layout, contents.manifest.layer(RECORDED_MEDIA_TYPE))
     for program in recorded_of(layout, contents):
         content = pack.unpack(program.entry)
-        with store_errors(
-            into / program.file,
-            "write",
-            hint="free some space there, or set PREJIT_RUNTIME_CACHE to another directory",
-        ):
+        with store_errors(into / program.file, "write", hint=_OTHER_CACHE):
             (into / program.file).write_bytes(content)
             (into / program.file).chmod(0o444)
 
@@ -208,7 +207,7 @@ def _locked(root: Path, *, shared: bool) -> Iterator[None]:
     Raises:
         StoreError: it cannot be opened.
     """
-    with store_errors(root, "open"):
+    with store_errors(root, "open", hint=_OTHER_CACHE):
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with locking(descriptor, shared=shared):
         yield

@@ -7,7 +7,7 @@ import time
 import pytest
 from tests.layouts import GOLDEN
 
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.machine import kept_files as receipts
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded import recorded_bundle
@@ -59,6 +59,13 @@ def test_files_that_no_start_used_for_a_month_make_room(write_recorded):
     recorded_bundle._remove_unused(root)
     assert {*root.iterdir()} == {first, root / ("1" * 64), root / ("2" * 64)}
     assert (root / ("2" * 64)).stat().st_mtime < now + 3600
+
+
+def test_a_cache_of_another_user_is_an_error_that_names_the_variable(runtime_cache):
+    with pytest.raises(StoreError, match="cannot open") as raised:
+        with recorded_bundle._locked(runtime_cache / "of another", shared=True):
+            pytest.fail("opened")
+    assert "PREJIT_RUNTIME_CACHE" in raised.value.hint
 
 
 SCORE = FILES["jit_score"]
