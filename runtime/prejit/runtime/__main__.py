@@ -47,11 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_closed_streams() -> None:
     """Open stdin, stdout and stderr if they are closed, or a file of ours would get their number."""
-    for descriptor in (0, 1, 2):
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 
 
 def _give_up_stdout() -> None:

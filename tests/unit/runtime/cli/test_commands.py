@@ -241,6 +241,17 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_a_full_disk_is_told(settled
     assert (closed.returncode, closed.stderr) == (0, b"")
 
 
+def test_a_command_that_flushes_stdout_runs_where_it_is_closed(settled_dir, tmp_path):
+    (tmp_path / "here.json").write_bytes(to_json(Fingerprint.current()))
+    (tmp_path / "damaged.json").write_text("{}")
+    command = f"exec {sys.executable} -m prejit.runtime fleet {settled_dir} {tmp_path} >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 6
+    assert done.stderr.startswith(
+        "error[store]: expected 2 fingerprints, found 1 that cannot be read"
+    )
+
+
 def test_output_is_readable_without_unicode(make_recipe, tmp_path, prejit):
     path = make_recipe(name="modèle-日本").write(tmp_path / "b")
     done = prejit("inspect", path, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
