@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from prejit.runtime import first_line
 from prejit.runtime.base import process_facts
 from prejit.runtime.cli.commands import run
+from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import PrejitError, StoreError
 
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except PrejitError as error:
-        print(error.describe(), file=sys.stderr)
+        print_text(error.describe(), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk behind stdout
         _give_up_stdout()
         found = StoreError(f"{error.filename or 'standard output'}: {error.strerror}")
-        print(found.describe(), file=sys.stderr)
+        print_text(found.describe(), file=sys.stderr)
         return found.exit_code
 
 

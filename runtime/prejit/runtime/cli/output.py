@@ -22,8 +22,13 @@ _PROGRESS_SECONDS = 5
 
 
 def print_text(text: str = "", *, file: TextIO | None = None) -> None:
-    """Print text for people. Control characters are escaped: names in it may come from a bundle."""
-    print(printable(text), file=file, flush=file is sys.stderr)
+    """Print text for people. Control characters are escaped: names in it may come from a bundle.
+
+    What stderr does not take, because its disk is full or its reader has gone, is dropped.
+    """
+    is_note = file is not None and file is sys.stderr
+    with contextlib.suppress(OSError) if is_note else contextlib.nullcontext():
+        print(printable(text), file=file, flush=is_note)
 
 
 def print_json(value: Any) -> None:

@@ -241,6 +241,15 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_a_full_disk_is_told(settled
     assert (closed.returncode, closed.stderr) == (0, b"")
 
 
+def test_a_full_disk_behind_stderr_changes_no_result(decoder_dir, foreign):
+    generate = f"generate {decoder_dir} --prompt-ids 1 --max-new-tokens 2 --fingerprint {foreign}"
+    for command, status in ((f"{generate} --stats", 0), ("inspect missing", 6)):
+        shell = f"exec {sys.executable} -m prejit.runtime {command} 2>/dev/full"
+        done = subprocess.run(shell, shell=True, stdout=subprocess.PIPE)
+        assert done.returncode == status
+        assert bool(done.stdout) == (status == 0)
+
+
 def test_a_command_that_flushes_stdout_runs_where_it_is_closed(settled_dir, tmp_path):
     (tmp_path / "here.json").write_bytes(to_json(Fingerprint.current()))
     (tmp_path / "damaged.json").write_text("{}")
