@@ -130,7 +130,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     only that of its tokenizer.
 
     Raises:
-        ManifestError: the directory of an adapter does not exist.
+        ManifestError: the directory of an adapter does not exist, or the model's has no config.json.
         CheckpointError: an encoder has a module or a setting that prejit does not build.
         StoreError: a file of the configuration cannot be read.
     """
@@ -138,15 +138,21 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         return ModelFiles(directory, None, out_in=False, configuration=())
     layout = None if manifest.encode is None else read_layout(directory, manifest.encode)
     out_in = stores_out_in(manifest, targets)
+    config = (directory if layout is None else layout.transformer) / "config.json"
+    if not config.is_file():
+        raise ManifestError(
+            f"{manifest.where}: source: expected a directory in the Hugging Face layout, "
+            f"found no {config}",
+            hint="`hf download org/name --local-dir DIR` fetches one",
+        )
     if layout is None:
         sight = sight_files(directory) if manifest.reads_images else ()
-        deciding: tuple[Path, ...] = (directory / "config.json", *sight)
+        deciding: tuple[Path, ...] = (config, *sight)
     else:
         processing: list[Path] = []
         if manifest.reads_images:  # padding is the tokenizer's
             tokenizer = directory / "tokenizer.json"
             processing = [*processing_files(directory), *([tokenizer] * tokenizer.is_file())]
-        config = layout.transformer / "config.json"
         deciding = tuple(dict.fromkeys((*layout.files, config, *processing)))
     assert manifest.model is not None
     source = directory / Path(manifest.model.source or "").name

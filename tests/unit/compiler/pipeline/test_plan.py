@@ -276,3 +276,14 @@ def test_latents_are_not_kept_in_int8(tmp_path):
     with pytest.raises(ManifestError, match=expected):
         model_of("int8")
     assert model_of("bfloat16")
+
+
+def test_a_directory_above_the_model_is_an_error_of_the_manifest(tmp_path):
+    (tmp_path / "models").mkdir()
+    decoder = write_manifest(tmp_path / "decoder.toml", "models")
+    encoder = encoder_manifest(tmp_path / "encoder.toml", "shapes = [[1, 16]]", source="models")
+    for path in (decoder, encoder):
+        with pytest.raises(
+            ManifestError, match=rf"{path.name}: source: .* no .*models/config\.json"
+        ):
+            plan_of_user(path)
