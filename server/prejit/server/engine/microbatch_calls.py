@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from prejit.runtime.device import _jax_parts, jax_settings
 from prejit.runtime.device.jax_arrays import weakened
 from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.trees import Path
+from prejit.runtime.programs import pytree
 from prejit.runtime.programs.bucket_choice import Fitted
 from prejit.runtime.programs.dispatched_calls import DispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
@@ -310,7 +312,7 @@ class Calling:
         """Run the rows of several calls in one bucket, or a call that runs alone."""
         call = shares[0].job.payload
         if isinstance(call, ChosenBucket):
-            results = self._calls.run(call.program, self._calls.put(call))
+            results = self._calls.run_checked(call, self._calls.put(call))
             rebuilt = self._calls.rebuild(call, results)
             self._calls.finish()
             return Ran([rebuilt])
@@ -336,20 +338,27 @@ class Calling:
         return Ran(returned, Cost(call.family.sizes[place] - rows))
 
     def _joined(self, call: _Rows, returned: Sequence[Sequence[Any]]) -> Any:
-        """Return the result of a call from what its shares returned."""
+        """Return the result of a call from what its shares returned.
+
+        Raises:
+            FloatingPointError: as `run_checked`; rows of other callers have no part in it.
+        """
         family, convert = call.family, call.fitted.convert
         values = [
             parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
             for axis, parts in zip(family.result_axes, zip(*returned, strict=True), strict=True)
         ]
-        tree = self._calls.programs.results_tree(family.programs[-1].name)
+        program = family.programs[-1]
+        gives = self._calls.programs.results(program.name)
+        if _jax_parts.looks_for_nans():
+            for array, value in zip(gives, values, strict=True):
+                jax_settings.check_values(f"{pytree.spell(array.path)} of {program.name}", value)
         if convert is not to_numpy:
-            gives = self._calls.programs.results(family.programs[-1].name)
             values = [
                 convert(weakened(value) if array.weak else value)
                 for value, array in zip(values, gives, strict=True)
             ]
-        return self._calls.nested(tree, values)
+        return self._calls.nested(self._calls.programs.results_tree(program.name), values)
 
 
 def _only(returned: Sequence[Any]) -> Any:

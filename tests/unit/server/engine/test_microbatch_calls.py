@@ -200,6 +200,20 @@ def test_a_wrong_call_fails_at_once_as_in_bundle_call(bundle, calling, name, arg
         assert str(found.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("name", ["last", "fixed"])  # rows share a run, and run alone
+def test_where_jax_looks_for_nans_a_caller_gets_an_error_for_its_own(calling, name):
+    x = np.zeros((3, 1) if name == "last" else (1, 8), np.float32)
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with together(calling, name) as submit:
+            bad, good = submit(x + np.nan), submit(x)
+        results([good])
+        with pytest.raises(FloatingPointError, match=f"nan.* of {name}"):
+            bad.result(PATIENCE)
+    finally:
+        jax.config.update("jax_debug_nans", False)
+
+
 def test_after_close_no_program_takes_calls(calling):
     calling.call("rows", (), {"x": x_of(1)})
     assert calling.drain(None)
