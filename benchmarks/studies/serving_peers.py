@@ -56,7 +56,7 @@ from benchmarks.peers.serving_child import quantile
 
 CONTEXTS = (128, 1024, 2048)
 """Contexts of bundles. The shortest that holds the longest prompt and its new tokens is used."""
-LONG_PROMPTS = (64, 256)
+LONG_PROMPTS = (32, 64, 256)
 """Prompt buckets of bundles for prompts of many lengths."""
 START_SECONDS = 120
 CHILD = str(BENCHMARKS / "peers/serving_child.py")
@@ -98,6 +98,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], float]] = {
     "first token p50, ms": lambda cell: quantile(cell["first_ms"], 50),
     "p95, ms": lambda cell: quantile(cell["first_ms"], 95),
     "between tokens p95, ms": lambda cell: cell["gap_ms"]["95"],
+    "p99, ms": lambda cell: cell["gap_ms"]["99"],
     "memory, MB": lambda cell: cell["memory"] / 1e6,
 }
 """Heads of the columns, and where their figures are. More is better in the first one only."""

@@ -25,12 +25,12 @@ from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.runtime.generation.rows import CachedText, Row, Token
 from prejit.runtime.generation.slots import Slots, nothing
 
-PREFILL_TOKENS = 64
+_CPU_TOKENS, _CPU_LEAST_TOKENS, _ACCELERATOR_TOKENS = 64, 32, 512
 """How many positions of prompts are computed between two decode steps, if nothing else is said."""
 _PREPARING_SECONDS = 0.01
 """If making room for prompts and copying what is cached of them takes longer, a decode step comes first."""
 _LONGEST_STALL_SECONDS = 0.25
-"""If prompts take longer between two decode steps, no more than `prefill_tokens` positions are computed."""
+"""Where prompts take longer between two decode steps, no more than `prefill_tokens` positions are computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class Batch(Slots):
         slots: int = 1,
         *,
         largest: tuple[int, int] | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
         prefixes: PrefixCache | None = None,
         together: int = 1,
     ) -> None:
@@ -79,6 +79,7 @@ class Batch(Slots):
             largest: the batch and the context that the cache may grow to, each one of the bundle's buckets;
                 None: as many slots as asked for, and the longest context.
             prefill_tokens: how many positions of prompts are computed between two decode steps (`begin`).
+                None: 512 on an accelerator; on a CPU 64, or 32 where 64 take more than 0.25 s.
             prefixes: earlier prompts, and where to keep new ones; None: nothing is kept.
             together: how many rows a cache may have in which prompts are computed before they are copied,
                 if it is not the smallest batch.
@@ -87,12 +88,15 @@ class Batch(Slots):
             UsageError: the bundle has no batch bucket for this many.
         """
         super().__init__(decoder, slots, largest=largest)
-        self._prefill_tokens = prefill_tokens
+        on_cpu = decoder.device.platform == "cpu"
+        self.prefill_tokens = prefill_tokens or (_CPU_TOKENS if on_cpu else _ACCELERATOR_TOKENS)
+        is_fixed = prefill_tokens or not on_cpu
+        self._least_tokens = self.prefill_tokens if is_fixed else _CPU_LEAST_TOKENS
         self._prefixes = prefixes
         self._together = together
         # Not finished; the next to compute comes first.
         self._insertions: deque[_Insertion] = deque()
-        self._budget = prefill_tokens
+        self._budget = self.prefill_tokens
         # How many were computed since the last decode step, and how long that took.
         self._computed = 0
         self._stalled_seconds = 0.0
@@ -176,6 +180,8 @@ class Batch(Slots):
             if self._cache is not None:
                 context = max(context, self._cache.context)
             decoder, most = self._decoder, min(count, self.free)
+            if any(self._rows):
+                positions = min(positions, self._in_time())
             smallest = decoder.batches[0]  # its rows are computed for one prompt, too
             for rows in reversed([n for n in decoder.batches if 1 < n <= max(most, smallest)]):
                 size = decoder.prefill_for(rows, context, prompt_tokens).bucket["prompt"]
@@ -212,10 +218,9 @@ class Batch(Slots):
 
     def _next(self, meanwhile: Callable[[], object], prefill_tokens: int | None) -> list[Token]:
         with self._lock:
-            self._budget = self._prefill_tokens if prefill_tokens is None else prefill_tokens
+            self._budget = self.prefill_tokens if prefill_tokens is None else prefill_tokens
             if any(self._rows):
-                in_time = int(_LONGEST_STALL_SECONDS / self._position_seconds)
-                self._budget = min(self._budget, max(self._prefill_tokens, in_time))
+                self._budget = min(self._budget, self._in_time())
             else:
                 self._begin_turn()  # nobody waits
             if not self._pending:
@@ -399,11 +404,16 @@ class Batch(Slots):
         """Return whether a decode step comes before a chunk of so many positions."""
         budget = self._budget
         if self._stalled_seconds > _LONGEST_STALL_SECONDS:
-            budget = min(budget, self._prefill_tokens)
+            budget = min(budget, self.prefill_tokens)
         if not self._computed:
             was_long = self._stalled_seconds > _PREPARING_SECONDS
             return was_long and positions > 0 and self._limit() is not None
         return self._computed + positions > budget
+
+    def _in_time(self) -> int:
+        """Return how many positions may be computed between two decode steps, as fast as the last ones were."""
+        found = int(_LONGEST_STALL_SECONDS / self._position_seconds)
+        return found if found >= self.prefill_tokens else self._least_tokens
 
     def _begin_turn(self) -> None:
         """Begin to count what is computed between two decode steps."""

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 logging.getLogger("prejit.server").addHandler(logging.NullHandler())
 _LONGEST_TURN_SECONDS = 1.0  # how long the requests that an engine follows may go first
-CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 64, 512
-"""How many positions of prompts a step computes beside decoding, on a CPU and on an accelerator."""
 
 
 class RequestOptions(Options, Place, total=False):
@@ -89,7 +87,8 @@ class Engine(OneProcess):
                 them; None: as much as the cache of the slots, and at most a quarter of what it leaves.
             prefill_tokens: how many positions of new prompts are computed between two decode steps; fewer
                 make the gaps between tokens shorter and first tokens later. Beside few texts that run,
-                it is more of them, for 0.25 s at most. None: 64 on a CPU, else 512.
+                it is more of them, for 0.25 s at most. None: 512 on an accelerator; on a CPU 64, or 32 where
+                64 take longer than that.
             share_prefixes: let a prompt begin with what those of other clients have computed. A client that
                 guesses a prompt can then see that it was sent.
             room: what shares memory with other engines. This one begins asleep then; its requests wake it.
@@ -144,13 +143,10 @@ class Engine(OneProcess):
     @once
     def _loop(self) -> Loop:
         decoder = self._bundle.decoder
-        tokens = self._prefill_tokens
-        if tokens is None:
-            on_cpu = decoder.device.platform == "cpu"
-            tokens = CPU_PREFILL_TOKENS if on_cpu else ACCELERATOR_PREFILL_TOKENS
         name, plan = self._bundle.name, self.plan
         _log.info("%s: at most %d generations at once: %s", name, self._slots, plan)
-        loop = Loop(decoder, self.plan, self._queue, tokens, self._recorder, self.sleeper)
+        tokens, recorder = self._prefill_tokens, self._recorder
+        loop = Loop(decoder, self.plan, self._queue, tokens, recorder, self.sleeper)
         self._finalizers.append(when_dropped(self, loop.close))
         return loop
 

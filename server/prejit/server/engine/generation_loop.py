@@ -58,7 +58,7 @@ class Loop:
         decoder: DecoderPrograms,
         plan: CachePlan,
         queue_size: int,
-        prefill_tokens: int,
+        prefill_tokens: int | None,
         recorder: Recorder,
         sleeper: Sleeper,
     ) -> None:
@@ -67,7 +67,6 @@ class Loop:
         self._sleeper = sleeper
         self._plan = plan
         self._queue_size = queue_size
-        self._prefill_tokens = prefill_tokens
         self._recorder = recorder
         self._prefixes = PrefixCache(decoder, plan.prefix_bytes)
         self._sizes = batches_between(decoder, plan)
@@ -340,7 +339,7 @@ class Loop:
                 if self._batch.awaits(request) or (taken and len(request.prompt) > longest):
                     break
                 if not taken:
-                    most = positions_of_call(self._prefill_tokens, self._prefill_budget())
+                    most = positions_of_call(self._batch.prefill_tokens, self._prefill_budget())
                     waiting = sum(self._queue.can_run.values())
                     rows, longest = self._batch.call_for(len(request.prompt), waiting, most)
                 client, ticket = self._queue.take()
@@ -353,7 +352,7 @@ class Loop:
         with self._changed:
             can_run = self._queue.can_run
         if not can_run and not self._batch.entering:
-            return self._prefill_tokens  # there is no prompt to compute
+            return self._batch.prefill_tokens  # there is no prompt to compute
         free, tickets = self._batch.free, self._running.values()
         waiting = Counter({client: min(count, free) for client, count in can_run.items()})
         waiting.update(ticket.client for ticket in tickets if not ticket.answered)
@@ -363,7 +362,7 @@ class Loop:
             for ticket in tickets
             if ticket.answered and (ticket.generation.new_tokens > 1 or not waiting[ticket.client])
         )
-        return positions_between(self._prefill_tokens, waiting, running)
+        return positions_between(self._batch.prefill_tokens, waiting, running)
 
     def _resize(self, wanted: int) -> None:
         """Move to the smallest batch for this many requests, at once if it is larger, else after a while."""

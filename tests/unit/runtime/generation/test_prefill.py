@@ -40,9 +40,10 @@ def test_first_tokens_come_one_by_one_and_stalls_end(bundle, monkeypatch, stall_
     assert not decodes or order[1::2] == decodes
 
 
-def test_a_chunk_takes_its_time_though_the_host_waits_for_it_in_a_decode_step(bundle, monkeypatch):
-    """A device whose chunks of ten positions take a second: in 2.5 seconds it computes two of them."""
-    seconds, waiting, order = 0.0, 0.0, []
+@pytest.fixture
+def order(bundle, monkeypatch):
+    """The programs that run, on a device that takes a second for a chunk, in which the host goes on."""
+    seconds, waiting, found = 0.0, 0.0, []
     run, read = DecoderPrograms.run, Entering.read
 
     def wait():
@@ -52,7 +53,7 @@ def test_a_chunk_takes_its_time_though_the_host_waits_for_it_in_a_decode_step(bu
     def slow_run(self, program, *arguments):
         nonlocal waiting
         waiting += program.kind == "prefill"
-        order.append(program.kind)
+        found.append(program.name)
         if program.kind == "decode":
             wait()
         return run(self, program, *arguments)
@@ -68,6 +69,11 @@ def test_a_chunk_takes_its_time_though_the_host_waits_for_it_in_a_decode_step(bu
     monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)  # steps of one token
     monkeypatch.setattr(DecoderPrograms, "run", slow_run)
     monkeypatch.setattr(Entering, "read", slow_read)
+    return found
+
+
+def test_a_chunk_takes_its_time_though_the_host_waits_for_it_in_a_decode_step(bundle, order):
+    """In 2.5 seconds two chunks of ten positions are computed."""
     batch = Batch(bundle.decoder, 3, prefill_tokens=10)
     batch.insert(request(TEXT[:3], 40))
     for start, budget in ((10, 10), (40, 1000)):
@@ -75,7 +81,25 @@ def test_a_chunk_takes_its_time_though_the_host_waits_for_it_in_a_decode_step(bu
         batch.begin(request(TEXT[start : start + 30], 2))
         while batch.entering:
             batch.step(prefill_tokens=budget)
-    assert order == ["prefill", "decode", "prefill", "prefill"]
+    assert [name.partition("/")[0] for name in order] == ["prefill", "decode", "prefill", "prefill"]
+
+
+@pytest.mark.parametrize(("stall_seconds", "size"), [(2.5, 3), (3.5, 10)])
+def test_chunks_are_shorter_where_usual_ones_take_long(
+    bundle, order, monkeypatch, stall_seconds, size
+):
+    """A prompt of three positions has shown that one takes a third of a second."""
+    monkeypatch.setattr(continuous_batch, "_LONGEST_STALL_SECONDS", stall_seconds)
+    monkeypatch.setattr(continuous_batch, "_CPU_TOKENS", 10)
+    monkeypatch.setattr(continuous_batch, "_CPU_LEAST_TOKENS", 3)
+    batch = Batch(bundle.decoder, 3)
+    batch.insert(request(TEXT[:3], 40))
+    batch.step()  # its first token
+    batch.step()
+    order.clear()
+    batch.begin(request(TEXT[10:40], 2))
+    batch.step(prefill_tokens=1000)
+    assert order[0].split("-")[1] == f"t{size}"
 
 
 def test_prompts_are_computed_together(wide_dir, monkeypatch):
