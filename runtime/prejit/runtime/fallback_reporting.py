@@ -80,7 +80,7 @@ def mismatch(layout: LayoutFiles, targets: Sequence[OpenTarget]) -> MismatchErro
         f"{layout.path}: this machine matches none of the bundle's targets: {reasons}",
         verdicts=tuple(target.verdict for target in targets),
         hint="add a [[target]] for this machine and build again, or allow compiling here "
-        '(on_mismatch="jit")',
+        '(on_mismatch="jit", or --on-mismatch jit)',
     )
 
 

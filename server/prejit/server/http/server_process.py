@@ -212,12 +212,12 @@ def _inherited() -> socket.socket | None:
     return found
 
 
-def _bind(address: Address, option: str = "--port") -> socket.socket:
+def _bind(address: Address, option: str = "--host or --port") -> socket.socket:
     """Return a socket that listens. Clients that connect now wait in its queue until the server runs.
 
     Args:
         address: where. A Unix socket is for its owner alone.
-        option: the option that has the address, for errors.
+        option: what has the address, for errors.
     """
     try:
         if isinstance(address, str):
