@@ -30,7 +30,7 @@ _CPU_TOKENS, _CPU_LEAST_TOKENS, _ACCELERATOR_TOKENS = 64, 32, 512
 _PREPARING_SECONDS = 0.01
 """If making room for prompts and copying what is cached of them takes longer, a decode step comes first."""
 _LONGEST_STALL_SECONDS = 0.25
-"""Where prompts take longer between two decode steps, no more than `prefill_tokens` positions are computed."""
+"""If prompts take longer between two decode steps, no more than `prefill_tokens` positions are computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -411,7 +411,7 @@ class Batch(Slots):
         return self._computed + positions > budget
 
     def _in_time(self) -> int:
-        """Return how many positions may be computed between two decode steps, as fast as the last ones were."""
+        """Return how many positions may be computed between two steps, if as fast as the last ones."""
         found = int(_LONGEST_STALL_SECONDS / self._position_seconds)
         return found if found >= self.prefill_tokens else self._least_tokens
 
