@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
+
+import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.threads_and_forks import OneProcess
@@ -210,8 +212,18 @@ class Calls:
             FloatingPointError: there is one in what does not belong to padding.
         """
         name = chosen.program.name
-        for array, result in zip(self.programs.results(name), results, strict=True):
-            value = to_numpy(result)[_within(chosen, array)]
+        pairs = zip(self.programs.results(name), results, strict=True)
+        self.check_values(
+            name, (to_numpy(result)[_within(chosen, array)] for array, result in pairs)
+        )
+
+    def check_values(self, name: str, values: Iterable[np.ndarray[Any, Any]]) -> None:
+        """Look for NaNs and infinities in the results of a program without padding, as jax is set to.
+
+        Raises:
+            FloatingPointError: there is one.
+        """
+        for array, value in zip(self.programs.results(name), values, strict=True):
             jax_settings.check_values(f"{pytree.spell(array.path)} of {name}", value)
 
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:

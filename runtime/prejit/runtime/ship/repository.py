@@ -89,7 +89,8 @@ class Shipment:
             what it refers to, then the bundle's index.
         blobs: all other blobs, each digest once.
         index_file: the bytes of `index.json`.
-        beside: returns what moves with more targets, of which it gets the digests.
+        beside: takes the digests of other targets, and returns the shipment that has these, too;
+            None: it is for mounting, and nobody fetches it.
     """
 
     digest: str

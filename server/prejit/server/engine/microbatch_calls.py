@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from prejit.runtime.device import _jax_parts, jax_settings
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.device.jax_arrays import weakened
 from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.trees import Path
-from prejit.runtime.programs import pytree
 from prejit.runtime.programs.bucket_choice import Fitted
 from prejit.runtime.programs.dispatched_calls import DispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
@@ -349,11 +348,10 @@ class Calling:
             for axis, parts in zip(family.result_axes, zip(*returned, strict=True), strict=True)
         ]
         program = family.programs[-1]
-        gives = self._calls.programs.results(program.name)
         if _jax_parts.looks_for_nans():
-            for array, value in zip(gives, values, strict=True):
-                jax_settings.check_values(f"{pytree.spell(array.path)} of {program.name}", value)
+            self._calls.check_values(program.name, values)
         if convert is not to_numpy:
+            gives = self._calls.programs.results(program.name)
             values = [
                 convert(weakened(value) if array.weak else value)
                 for value, array in zip(values, gives, strict=True)

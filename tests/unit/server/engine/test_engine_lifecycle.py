@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tests.held_mask import Held
 from tests.waiting import wait_for
 
 from prejit.runtime import load
@@ -28,17 +29,6 @@ def bundle(wide_dir):
 def engine(bundle):
     with contextlib.closing(Engine(bundle, slots=2)) as found:
         yield found
-
-
-class Held:
-    """A token mask that lets a request run until the test ends it."""
-
-    def __init__(self):
-        self.began, self.ends = threading.Event(), threading.Event()
-
-    def __call__(self, tokens):
-        self.began.set()
-        assert self.ends.wait(60)
 
 
 def test_a_drain_ends_when_the_engine_is_closed_while_a_request_runs(engine):

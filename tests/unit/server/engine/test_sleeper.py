@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tests.decoders import VOCABULARY
 from tests.extent import one_in
+from tests.held_mask import Held
 from tests.waiting import wait_for
 
 from prejit.runtime import load
@@ -79,18 +79,6 @@ def test_a_bundle_that_sleeps_keeps_no_empty_cache(bundle):
     assert bundle.decoder.spares
     bundle.sleep()
     assert not bundle.decoder.spares
-
-
-class Held:
-    """A token mask that lets a request run until the test ends it."""
-
-    def __init__(self):
-        self.began, self.ends = threading.Event(), threading.Event()
-
-    def __call__(self, tokens):
-        self.began.set()
-        assert self.ends.wait(60)
-        return np.ones(VOCABULARY, bool)
 
 
 def test_a_request_waits_for_memory_from_its_beginning_to_its_end_or_the_engines(engine, door):
