@@ -86,7 +86,7 @@ std::vector<double> rounded(Dtype dtype, const float* row, int64_t inputs) {
   for (int64_t l = 0; l < inputs; ++l) most = std::fmax(most, std::fabs(row[l]));
   for (int64_t l = 0; l < inputs; ++l) {
     if (dtype == Dtype::kBfloat16) found[l] = rounded(row[l]);
-    if (dtype == Dtype::kInt8) found[l] = std::nearbyint(row[l] * (32639 / most)) * (most / 32639);
+    if (dtype == Dtype::kInt8) found[l] = std::nearbyint(row[l] * (126.5f / most) * 256) * (most / 126.5f / 256);
   }
   return found;
 }

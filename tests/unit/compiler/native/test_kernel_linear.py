@@ -111,7 +111,7 @@ def activated(activation, v):
 
 def rounded_to_bytes(x):
     """Return float32 [..., K] as integers of -127 to 127 times a float32 scale for each 32."""
-    groups = x.reshape(*x.shape[:-1], -1, int4_words.GROUP)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // int4_words.GROUP, int4_words.GROUP)
     most = np.abs(groups).max(-1, keepdims=True, initial=0)
     inverse = np.float32(127) / np.where(most > 2**-100, most, np.float32(np.inf))
     integers = np.rint(groups * inverse).astype(np.float64)
@@ -128,8 +128,8 @@ def test_measurements_round_x_as_kernels_of_int4():
 def fixed_point(x):
     """Return float32 [..., K] as integers of 16 bits times a float32 factor of each row."""
     most = np.abs(x).max(-1, keepdims=True, initial=np.float32(1e-33))
-    integers = np.rint(x * (np.float32(32639) / most)).astype(np.float64)
-    return integers * (most / np.float32(32639))
+    integers = np.rint(x * (np.float32(126.5) / most * 256)).astype(np.float64)
+    return integers * (most / np.float32(126.5) / 256)
 
 
 @functools.lru_cache(512)

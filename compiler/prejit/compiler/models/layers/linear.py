@@ -143,23 +143,25 @@ _STEPS = 253
 """Steps of the range of a row, from its least to its largest number or 0."""
 _FEW_STEPS = 16
 """A row whose numbers have a mean size of fewer steps has second digits."""
-_DIGIT = 254
-"""A second digit is one part in so many of a step."""
-_LEAST_RANGE = 1e-35
+_PARTS = 256
+"""A second digit is one of so many parts of a step."""
+_LEAST_RANGE = 1e-33
 """A smaller range counts as this one."""
 _LEAST_OF_GROUP = 2.0**-100
 """A group of smaller numbers counts as zeros."""
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """Return x [..., D] with each row rounded to integers times a scale: kernels/linear_integers.cc."""
+    """Return x [..., D] with each row rounded to integers times a scale: kernels/linear_digits.h."""
     largest, least = x.max(-1, keepdims=True, initial=0), x.min(-1, keepdims=True, initial=0)
-    half = jnp.maximum(largest / 2 - least / 2, _LEAST_RANGE / 2)  # the whole may not be finite
-    steps = x * (_STEPS / 2 / half)
-    whole = jnp.round(steps)
-    rest = jnp.round((steps - whole) * _DIGIT) / _DIGIT
-    has_enough = jnp.abs(whole).mean(-1, keepdims=True) >= _FEW_STEPS
-    return jnp.where(has_enough, whole, whole + rest) * (half / (_STEPS / 2))
+    half, middle = largest / 2 - least / 2, largest / 2 + least / 2  # the whole may not be finite
+    half = jnp.where(jnp.abs(middle) <= half / 4, jnp.maximum(largest, -least), half)
+    half = jnp.maximum(half, _LEAST_RANGE / 2)
+    parts = jnp.round(x * (_STEPS / 2 / half) * _PARTS)
+    whole = jnp.floor((parts + _PARTS // 2) / _PARTS)
+    size = jnp.abs(whole).mean(-1, keepdims=True)
+    is_few = (size > 0) & (size < _FEW_STEPS)
+    return jnp.where(is_few, parts / _PARTS, whole) * (half / (_STEPS / 2))
 
 
 def rounded_groups(x: jax.Array) -> jax.Array:

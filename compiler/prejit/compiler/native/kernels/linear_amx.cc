@@ -86,8 +86,8 @@ bool pack_digits(const float* x, int64_t count, int64_t inputs, uint32_t* to, in
   memset(digits, 0, 2 * kGroup * stride);
   char* low = digits + kGroup * stride;
   for (int64_t row = 0; row < count; ++row) {
-    int32_t sums[2];
-    factors[row] = round_fixed(x + row * inputs, inputs, true, false, digits + row * stride, low + row * stride, sums);
+    const Digits found = round_row(x + row * inputs, inputs, true, Store::kBytes, digits + row * stride, low + row * stride);
+    factors[row] = found.factor;
   }
   transpose_words(digits, stride, bytes, to);
   transpose_words(low, stride, bytes, to + group_words);

@@ -1,9 +1,10 @@
-// Rows of x as digits, for products of integers with int8 weights (linear_integers.h).
+// Rows of x as digits, for products of integers with int8 weights (linear_integers.h):
 //
-//   encoders   x = s (q + zero), q from -127 to 127, so that what an activation leaves on one side of 0 has all steps. If a
-//              few numbers of a row are much larger than the others, which would get few steps, it is multiplied twice: what
-//              q leaves is s r / 254
-//   decoders   x = s q, q from -32,639 to 32,639: as bytes 256 high + low, each from -128 to 127, else 16 bits
+//   x = s (q + zero + r / 256)     q from -127 to 127, r from -128 to 127
+//
+// Most rows have one digit, q. If a few numbers are much larger than the others, which would get few steps, a row has a second
+// one, r. A zero lets what an activation leaves on one side of 0 have all steps. In 16 bits a row has both digits and no zero.
+// Where no instruction multiplies bytes, 256 q + r is one number.
 #pragma once
 
 #include "linear_integers.h"
@@ -31,20 +32,16 @@ inline __attribute__((target(PREJIT_VNNI), always_inline)) Ints add_dots(Ints to
 
 // The range of a row has so many steps. 0 lies on one; rounding the range's ends may take one more.
 constexpr float kSteps = 253;
-// A row whose numbers have a mean size of fewer steps has second digits, in so many parts of a step. One digit has an error
-// of at most 1 / (16 sqrt(12)) = 1.8 % then; normally distributed numbers have 30 steps and 0.7 %, as int8 weights have. A root
+// A row whose numbers have a mean size of fewer steps has second digits. One digit has an error of at most
+// 1 / (16 sqrt(12)) = 1.8 % then; normally distributed numbers have 30 steps and 0.9 %, as int8 weights have. A root
 // mean square would not show that some large channels, beside small weights, leave the others few steps.
 constexpr int64_t kFewSteps = 16;
-constexpr float kDigit = 254;
-// A smaller range of a row is taken for this one, because the number of steps divided by it would not be finite.
-constexpr float kLeastRange = 1e-35f;
-// The largest fixed-point number whose high digit is at most 127.
-constexpr int32_t kMostFixed = 127 * 256 + 127;
-// A largest number of a row that is smaller is taken for this one: its inverse and its factor are normal numbers.
-constexpr float kLeastFixed = 1e-33f;
-// Low digits, of numbers and of their sums.
+// A smaller range of a row is taken for this one: its inverse and its factor are normal numbers.
+constexpr float kLeastRange = 1e-33f;
+// Second digits, of numbers and of their sums.
 constexpr int kLowBits = 8;
-constexpr int32_t kLowMask = (1 << kLowBits) - 1;
+constexpr int32_t kLowParts = 1 << kLowBits, kLowMask = kLowParts - 1;
+constexpr int32_t kMostFixed = 127 * kLowParts + 127;
 // Pairs of products with 16 bits whose sum fits 32 bits.
 constexpr int64_t kShortsAtOnce = 256;
 // With the rest of a row, and what an earlier carry left.
@@ -108,18 +105,6 @@ PREJIT_INLINE void store_bytes([[maybe_unused]] Ints q, [[maybe_unused]] int64_t
 #endif
 }
 
-// Stores digits of a row for strips, as bytes or as 16 bits.
-PREJIT_INLINE void store_digits(Ints q, int64_t k, bool are_bytes, char* to) {
-  if (are_bytes) return store_bytes(q, k, to);
-  store_shorts(in_order_of_pairs(q), k, to);
-}
-
-// A row of digits: y += factor * ((digits + zero) . weights). `begin` is where its sums begin for any output.
-struct Digits {
-  float factor;
-  int32_t begin, zero;
-};
-
 // The sum of products with fixed-point numbers, 256 high + low, as a float. `low` may be any number: the same sum gives the
 // same float, however it was added up.
 PREJIT_INLINE Floats fixed_sum(Ints high, Ints low, Floats factor) {
@@ -146,8 +131,24 @@ PREJIT_INLINE float largest_of(Ints sizes) {
   return largest;
 }
 
-// Rounds a row to `to`, and returns whether it needs second digits. A row that is not finite gets a factor that is NaN.
-inline bool round_row(const float* x, int64_t inputs, bool are_bytes, char* to, Digits& digits, float& inverse) {
+// How digits are stored.
+enum class Store {
+  kBytes,
+  kShorts,
+  kPairs,  // Shorts in the order of pairs.
+};
+
+// A row as digits: y = factor * (256 (q + zero) + r) . w
+struct Digits {
+  float factor;  // NaN for a row that is not finite.
+  int32_t zero;
+  int32_t sums[2];  // Of q and of r, if they are bytes.
+  bool has_second;
+};
+
+// Rounds a row. `first` gets q and `second` r, if the row has it; shorts are in `first`. Rows end with zeros, up to whole
+// vectors of bytes.
+inline Digits round_row(const float* x, int64_t inputs, bool is_wide, Store how, char* first, char* second) {
   Floats low = {}, high = {};
   Ints size = {};
   for (int64_t k = 0; k < inputs; k += kLanes) {
@@ -159,55 +160,48 @@ inline bool round_row(const float* x, int64_t inputs, bool are_bytes, char* to, 
   for (int i = 0; i < kLanes; ++i)
     least_x = low[i] < least_x ? low[i] : least_x, largest_x = high[i] > largest_x ? high[i] : largest_x;
   bool is_finite = largest_of(size) < __builtin_inff();
-  float half = largest_x / 2 - least_x / 2;  // The whole range may not be finite.
-  bool is_small = half < kLeastRange / 2;
-  if (is_small) half = kLeastRange / 2;
-  inverse = kSteps / 2 / half;
-  int32_t zero = is_finite ? 127 + nearest(splat(least_x * inverse))[0] : 0;
-  Ints sum = {}, sizes = {};
-  for (int64_t k = 0; k < inputs; k += kLanes) {
-    Ints steps = is_finite ? nearest(load_some(x + k, inputs - k) * inverse) : Ints{}, q = steps - zero;
-    sum = sum + q, sizes = sizes + (steps < 0 ? -steps : steps);
-    store_digits(q, k, are_bytes, to);
+  float half = largest_x / 2 - least_x / 2, middle = largest_x / 2 + least_x / 2;  // The whole may not be finite.
+  // A zero takes another sum, that of the weights. Without one, sides that are nearly alike lose at most a fifth of the steps.
+  bool is_even = is_wide || (middle < 0 ? -middle : middle) <= half / 4;
+  if (is_even) half = largest_of(size);
+  if (!is_finite || half < kLeastRange / 2) half = kLeastRange / 2;
+  float inverse = kSteps / 2 / half;
+  int32_t zero = is_even || !is_finite ? 0 : 127 + nearest(splat(least_x * inverse))[0];
+  auto fixed = [&](int64_t k) __attribute__((always_inline)) {
+    return is_finite ? nearest(load_some(x + k, inputs - k) * inverse * float{kLowParts}) : Ints{};
+  };
+  auto upper = [](Ints v) __attribute__((always_inline)) { return (v + kLowParts / 2) >> kLowBits; };
+  bool has_second = is_wide;
+  if (!is_wide) {
+    Ints sizes = {};
+    for (int64_t k = 0; k < inputs; k += kLanes) {
+      Ints q = upper(fixed(k));
+      sizes = sizes + (q < 0 ? -q : q);
+    }
+    int64_t all = total(sizes);
+    has_second = all > 0 && all < kFewSteps * inputs;
   }
-  digits = {is_finite ? half / (kSteps / 2) : __builtin_nanf(""), are_bytes ? static_cast<int32_t>(-128 * total(sum)) : 0, zero};
-  return is_finite && !is_small && total(sizes) < kFewSteps * inputs;
-}
-
-inline void round_rest(const float* x, int64_t inputs, bool are_bytes, char* to, const Digits& of, float inverse, Digits& digits) {
-  Ints sum = {};
-  for (int64_t k = 0; k < inputs; k += kLanes) {
-    Floats v = load_some(x + k, inputs - k) * inverse;
-    Ints q = nearest((v - to_floats(nearest(v))) * kDigit);
-    sum = sum + q;
-    store_digits(q, k, are_bytes, to);
-  }
-  digits = {of.factor / kDigit, are_bytes ? static_cast<int32_t>(-128 * total(sum)) : 0, 0};
-}
-
-// Rounds a row to fixed-point numbers: bytes to `high` and `low`, else 16 bits to `high`. Returns the factor, which is NaN for
-// a row that is not finite. `sums` become the sums of the digits.
-inline float round_fixed(const float* x, int64_t inputs, bool are_bytes, bool are_in_pairs, char* high, char* low,
-                         int32_t (&sums)[2]) {
-  Ints size = {};
-  for (int64_t k = 0; k < inputs; k += kLanes) size = larger_size(size, load_some(x + k, inputs - k));
-  float largest = largest_of(size);
-  bool is_finite = largest < __builtin_inff();
-  if (largest < kLeastFixed) largest = kLeastFixed;
-  float inverse = kMostFixed / largest;
-  Ints high_sum = {}, low_sum = {};
+  Ints sum = {}, second_sum = {};
   for (int64_t k = 0; k < inputs_of_vectors(inputs); k += kLanes) {
-    Ints q = is_finite ? nearest(load_some(x + k, inputs - k) * inverse) : Ints{};
-    if (!are_bytes) {
-      store_shorts(are_in_pairs ? in_order_of_pairs(q) : q, k, high);
+    Ints v = fixed(k), q = upper(v), r = v - (q << kLowBits);
+    if (k + kLanes > inputs) {
+      int32_t count = static_cast<int32_t>(inputs - k);
+      for (int i = 0; i < kLanes; ++i) q[i] = i < count ? q[i] - zero : 0;
+    } else {
+      q = q - zero;
+    }
+    if (!has_second) r = Ints{};
+    if (how != Store::kBytes) {
+      v = (q << kLowBits) + r;
+      store_shorts(how == Store::kPairs ? in_order_of_pairs(v) : v, k, first);
       continue;
     }
-    Ints upper = (q + (1 << (kLowBits - 1))) >> kLowBits, rest = q - (upper << kLowBits);
-    high_sum = high_sum + upper, low_sum = low_sum + rest;
-    store_bytes(upper, k, high), store_bytes(rest, k, low);
+    sum = sum + q, second_sum = second_sum + r;
+    store_bytes(q, k, first);
+    if (has_second) store_bytes(r, k, second);
   }
-  sums[0] = static_cast<int32_t>(total(high_sum)), sums[1] = static_cast<int32_t>(total(low_sum));
-  return is_finite ? largest / kMostFixed : __builtin_nanf("");
+  return {is_finite ? half / (kSteps / 2) / kLowParts : __builtin_nanf(""), zero,
+          {static_cast<int32_t>(total(sum)), static_cast<int32_t>(total(second_sum))}, has_second};
 }
 
 }  // namespace prejit

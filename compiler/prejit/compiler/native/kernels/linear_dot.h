@@ -23,9 +23,10 @@ constexpr int64_t kFetchBytes = 2048;
 
 constexpr int kRowsAtOnce = 4;
 
-// How a tile is multiplied: some rows of x and some outputs. Others are in linear_fixed_dots.h. Each has
+// How a tile is multiplied: some rows of x and some outputs. Others are in linear_digit_dots.h. Each has
 //
 //   X, Weight   the elements of x as it is packed, and of weights
+//   Sum         float, or int32_t for digits
 //   kInputs     the inputs of a vector
 //   streams     the number of rows of weights that are read side by side
 //   tile        sums[row, output * spacing] = x[row] . w[output * spacing]
@@ -33,6 +34,7 @@ template <typename W>
 struct FloatDots {
   using X = float;
   using Weight = W;
+  using Sum = float;
   static constexpr int kInputs = kLanes;
 
   // One stream has too few loads in flight: 8 streams read 39 GB/s where one reads 31 (Zen 4, two cores); 6 read 2 to 5 %
@@ -92,7 +94,7 @@ struct FloatDots {
 // Does the same for `streams` outputs, all in one tile, or one after the other.
 template <typename Dots, int rows>
 inline void dot_streams(const typename Dots::X* x, int64_t x_stride, const typename Dots::Weight* w, int64_t inputs,
-                        int64_t spacing, int64_t streams, int64_t ahead, float* sums, int64_t stride) {
+                        int64_t spacing, int64_t streams, int64_t ahead, typename Dots::Sum* sums, int64_t stride) {
   constexpr int kMost = Dots::streams(rows), kMany = Dots::streams(kRowsAtOnce);
   auto run = [&](auto count, auto fetch) {
     Dots::template tile<rows, count.value, fetch.value>(x, x_stride, w, inputs, spacing, ahead, sums, stride);
@@ -110,7 +112,7 @@ inline void dot_streams(const typename Dots::X* x, int64_t x_stride, const typen
 // Does the same for any number of rows.
 template <typename Dots>
 inline void dot_rows(const typename Dots::X* x, int64_t rows, int64_t x_stride, const typename Dots::Weight* w,
-                     int64_t inputs, int64_t spacing, int64_t streams, float* sums, int64_t stride) {
+                     int64_t inputs, int64_t spacing, int64_t streams, typename Dots::Sum* sums, int64_t stride) {
   int64_t passes = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   for (int64_t pass = 0; pass < passes; ++pass) {
     int64_t ahead = rows > 2 ? kFetchBytes / sizeof(*w) : 0;
@@ -143,7 +145,7 @@ inline int64_t dot_streams_of(int64_t rows) {
 // sums[row, output] = x[row] . w[output] for `count` consecutive outputs; a stream is one part of them.
 template <typename Dots>
 inline void dot_block(const typename Dots::X* x, int64_t rows, int64_t x_stride, const typename Dots::Weight* w,
-                      int64_t inputs, int64_t count, float* sums, int64_t stride) {
+                      int64_t inputs, int64_t count, typename Dots::Sum* sums, int64_t stride) {
   int64_t streams = dot_streams_of<Dots>(rows);
   int64_t spacing = count / streams;
   for (int64_t j = 0; j < spacing; ++j)

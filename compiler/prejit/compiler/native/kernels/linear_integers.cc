@@ -3,19 +3,18 @@
 //
 //   W [64 outputs, K] -> [K / 4][64][4]     then rows 0 .. 5, 6 .. 11, ...: x[row, 4 k .. 4 k + 3] is one broadcast
 //
-// Few rows of fixed-point numbers read W in place instead (linear_fixed_dots.h).
+// Few rows read W in place instead (linear_digit_dots.h).
 //
-// The instruction multiplies bytes without a sign by bytes with one, so 128 is added to weights. Sums begin at what that
-// adds, and at the zero of a row times the sum of an output's weights. Without that instruction x and the strip are widened
+// The instruction multiplies bytes without a sign by bytes with one, so 128 is added to weights. What that adds is taken from
+// sums in the end, and the zero of a row times the sum of an output's weights is added. Without that instruction x and the strip are widened
 // to 16 bits, and 2 inputs are multiplied at a time: to widen a strip for each tile again cost a fifth of the time (AVX2).
 #include "linear_integers.h"
 
 #include <atomic>
 
 #include "linear_amx.h"
-#include "linear_digits.h"
+#include "linear_digit_dots.h"
 #include "linear_finish.h"
-#include "linear_fixed_dots.h"
 #include "transpose.h"
 
 namespace prejit {
@@ -34,17 +33,20 @@ constexpr int64_t kBlockRows = 8 * kTileRows;
 constexpr int64_t kRowBytes = 4 << 20;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
-
-// Fewer rows than these read W in place: to copy a strip takes as long as to multiply it with so many rows.
-constexpr int64_t kFewestStripRows = 24;
-constexpr int64_t kDotOutputs = 128;  // Maximum of a block.
-
-// Some rows of x as digits, behind them second digits of some of them. Memory has room for all.
+// Some rows of x, and the sums of their digits: the first ones of each row, then second ones. Memory has room for all.
 struct RowBlock {
-  int64_t rows, count;  // Rows of x; and rows of digits.
-  Digits digits[2 * kBlockRows];
-  int64_t second[kBlockRows];  // The row of the second digits of a row, or 0.
+  int64_t rows, count;      // Rows of x; and rows of digits that are multiplied.
+  Digits digits[kBlockRows];
+  int64_t second[kBlockRows];  // Where the sums of the second digits of a row are, or 0.
 };
+
+// Sums of a row of x from those of its digits.
+PREJIT_INLINE Floats row_sums(const RowBlock& block, int64_t row, bool are_bytes, Ints first, Ints second, Ints of_weights) {
+  const Digits& digits = block.digits[row];
+  int32_t added = are_bytes ? -128 : 0;
+  first = first + added * digits.sums[0] + of_weights * digits.zero;
+  return fixed_sum(first, second + added * digits.sums[1], splat(digits.factor));
+}
 
 // The steps of a strip, of 32 bits of each output. Rows of digits have whole vectors.
 int64_t steps_of(int64_t inputs, bool are_bytes) { return parts_of(inputs, kLanes) * (kLanes / kStep) * (are_bytes ? 1 : 2); }
@@ -119,20 +121,8 @@ struct Tile {
   int64_t stride;  // Bytes from one row to the next.
   const int32_t* strip;
   int64_t steps;
-  const Digits* digits;
   int32_t* sums;  // [rows, kStripOutputs]
 };
-
-template <int rows>
-PREJIT_INLINE void begin(const Tile& t, Ints (&sums)[rows][kVectors]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      Ints of_weights = load_as<Ints>(t.strip + t.steps * kStripOutputs + v * kLanes);
-      sums[r][v] = of_weights * t.digits[r].zero + t.digits[r].begin;
-    }
-}
 
 template <int rows>
 PREJIT_INLINE void end(const Tile& t, const Ints (&sums)[rows][kVectors]) {
@@ -145,8 +135,7 @@ PREJIT_INLINE void end(const Tile& t, const Ints (&sums)[rows][kVectors]) {
 #if defined(PREJIT_HAS_VNNI)
 template <int rows>
 __attribute__((target(PREJIT_VNNI), noinline)) void multiply_bytes(const Tile& t) {
-  Ints sums[rows][kVectors];
-  begin<rows>(t, sums);
+  Ints sums[rows][kVectors] = {};
   const int32_t* strip = t.strip;
   for (int64_t k = 0; k < t.steps; ++k, strip += kStripOutputs) {
     Ints w[kVectors];
@@ -165,8 +154,7 @@ __attribute__((target(PREJIT_VNNI), noinline)) void multiply_bytes(const Tile& t
 
 template <int rows>
 __attribute__((noinline)) void multiply_pairs(const Tile& t) {
-  Ints sums[rows][kVectors];
-  begin<rows>(t, sums);
+  Ints sums[rows][kVectors] = {};
   const int32_t* strip = t.strip;
   for (int64_t k = 0; k < t.steps; ++k, strip += kStripOutputs) {
     Ints w[kVectors];
@@ -207,7 +195,7 @@ struct PackedRows {
   int64_t first, rows;
   int64_t block_rows;
   int64_t stride;
-  bool are_bytes, are_fixed;
+  bool are_bytes, is_wide;
   RowBlock* blocks;
   char* data;
 
@@ -219,22 +207,15 @@ void round_block(const Linear& p, const PackedRows& x, int64_t index) {
   RowBlock& block = x.blocks[index];
   int64_t first = index * x.block_rows;
   block.rows = block.count = least(x.rows - first, x.block_rows);
-  if (x.are_fixed && x.are_bytes) block.count *= 2;
   char* to = x.of_block(index);
   for (int64_t r = 0; r < block.rows; ++r) {
     const float* from = p.x + (x.first + first + r) * p.inputs;
-    if (x.are_fixed) {
-      int64_t at = block.second[r] = block.rows + r;
-      int32_t sums[2];
-      float factor = round_fixed(from, p.inputs, x.are_bytes, true, to + r * x.stride, to + at * x.stride, sums);
-      block.digits[r] = {factor, -128 * sums[0], 0}, block.digits[at] = {factor, -128 * sums[1], 0};
-      continue;
-    }
-    float inverse;
-    block.second[r] = 0;
-    if (!round_row(from, p.inputs, x.are_bytes, to + r * x.stride, block.digits[r], inverse)) continue;
-    int64_t at = block.second[r] = block.count++;
-    round_rest(from, p.inputs, x.are_bytes, to + at * x.stride, block.digits[r], inverse, block.digits[at]);
+    block.digits[r] = round_row(from, p.inputs, x.is_wide, x.are_bytes ? Store::kBytes : Store::kPairs, to + r * x.stride,
+                                to + block.count * x.stride);
+    if (x.are_bytes)
+      block.second[r] = block.digits[r].has_second ? block.count++ : 0;
+    else
+      block.second[r] = block.rows + r;
   }
 }
 
@@ -250,13 +231,12 @@ void multiply_digits(const PackedRows& x, int64_t index, const Strip& strip, int
   const char* from = x.of_block(index) + strip.first * kStep;
   for (int64_t r = 0; r < block.count; r += kTileRows) {
     Tile tile = {from + r * x.stride, x.stride, strip.data + strip.first * kStripOutputs, strip.steps,
-                 block.digits + r, sums + r * kStripOutputs};
+                 sums + r * kStripOutputs};
     multiply(tile, least(block.count - r, kTileRows), x.are_bytes);
   }
 }
 
-// The same for fixed-point numbers of 16 bits, few of whose products fit 32 bits. Their zero is 0, so that the sums of
-// weights, which only the last part of a strip has behind it, count nowhere.
+// The same for shorts, few of whose products fit 32 bits.
 void multiply_shorts(const PackedRows& x, int64_t index, const Strip& strip, int32_t* some, int32_t* sums) {
   int64_t count = x.blocks[index].rows * kStripOutputs;
   int32_t *highs = sums, *lows = sums + count;
@@ -277,20 +257,17 @@ struct Memory {
 void multiply_block(const PackedRows& x, int64_t index, int64_t steps, const Memory& memory) {
   const RowBlock& block = x.blocks[index];
   Strip strip = {memory.strip, 0, steps};
-  if (x.are_fixed && !x.are_bytes)
-    multiply_shorts(x, index, strip, reinterpret_cast<int32_t*>(memory.sums), memory.digits);
-  else
+  if (x.are_bytes)
     multiply_digits(x, index, strip, memory.digits);
-  for (int64_t r = 0; r < block.rows; ++r) {
-    int64_t second = block.second[r];
-    const int32_t *from = memory.digits + r * kStripOutputs, *rest = memory.digits + second * kStripOutputs;
+  else
+    multiply_shorts(x, index, strip, reinterpret_cast<int32_t*>(memory.sums), memory.digits);
+  for (int64_t r = 0; r < block.rows; ++r)
     for (int64_t i = 0; i < kStripOutputs; i += kLanes) {
-      Ints sum = load_as<Ints>(from + i), of_rest = load_as<Ints>(rest + i);
-      Floats v = x.are_fixed ? fixed_sum(sum, of_rest, splat(block.digits[r].factor)) : to_floats(sum) * block.digits[r].factor;
-      if (second && !x.are_fixed) v = v + to_floats(of_rest) * block.digits[second].factor;
-      store(memory.sums + r * kStripOutputs + i, v);
+      Ints of_first = load_as<Ints>(memory.digits + r * kStripOutputs + i), of_second = {};
+      if (block.second[r]) of_second = load_as<Ints>(memory.digits + block.second[r] * kStripOutputs + i);
+      Ints of_weights = load_as<Ints>(memory.strip + steps * kStripOutputs + i);
+      store(memory.sums + r * kStripOutputs + i, row_sums(block, r, x.are_bytes, of_first, of_second, of_weights));
     }
-  }
 }
 
 bool multiply_all(const Linear& p, const PackedRows& x) {
@@ -320,7 +297,7 @@ bool multiply_all(const Linear& p, const PackedRows& x) {
   return has_memory.load(std::memory_order_relaxed);
 }
 
-bool linear_by_strips(const Linear& p, bool are_fixed) {
+bool linear_by_strips(const Linear& p, bool is_wide) {
   bool are_bytes = vnni();
   int64_t stride = parts_of(p.inputs, kAtOnce) * kAtOnce * (are_bytes ? 1 : 2) + kApart;
   int64_t at_once = least(p.rows, least(parts_of(kRowBytes, stride), kMostRowsAtOnce));
@@ -331,7 +308,7 @@ bool linear_by_strips(const Linear& p, bool are_fixed) {
   char* memory = static_cast<char*>(scratch(blocks * (sizeof(RowBlock) + 2 * block_rows * stride)));
   if (!memory) return false;
   for (int64_t row = 0; row < p.rows; row += at_once) {
-    PackedRows x = {row, least(p.rows - row, at_once), block_rows, stride, are_bytes, are_fixed,
+    PackedRows x = {row, least(p.rows - row, at_once), block_rows, stride, are_bytes, is_wide,
                     reinterpret_cast<RowBlock*>(memory), memory + blocks * sizeof(RowBlock)};
     parallel_for(x.count(), [&](int64_t block) { round_block(p, x, block); });
     if (!multiply_all(p, x)) return false;
@@ -339,20 +316,62 @@ bool linear_by_strips(const Linear& p, bool are_fixed) {
   return true;
 }
 
+// Gives second digits, which lie where `unplaced` says, their places behind the first ones, and if a row has a zero a row of
+// ones before them, whose sums are those of weights. Returns its index, or 0.
 template <typename Dots>
-bool linear_by_dots(const Linear& p) {
-  int64_t stride = fixed_stride(p.inputs);
-  char* x = static_cast<char*>(scratch(p.rows * stride));
-  if (!x) return false;
-  parallel_for(p.rows, [&](int64_t row) { pack_fixed(p.x + row * p.inputs, p.inputs, Dots::kAreBytes, x + row * stride); });
-  int64_t size = dot_block_outputs(dot_streams_of<Dots>(p.rows), p.inputs, p.outputs, threads(), kDotOutputs);
-  parallel_for(parts_of(p.outputs, size), [&](int64_t block) {
+int64_t place_digits(RowBlock& block, int64_t unplaced, char* x, int64_t stride) {
+  bool has_zeros = false;
+  for (int64_t r = 0; r < block.rows; ++r) has_zeros = has_zeros || block.digits[r].zero != 0;
+  int64_t ones = has_zeros ? block.count++ : 0;
+  for (int64_t r = 0; r < block.rows; ++r) {
+    block.second[r] = Dots::kAreBytes ? 0 : kFewestStripRows + r;
+    if (!Dots::kAreBytes || !block.digits[r].has_second) continue;
+    memmove(x + block.count * stride, x + (unplaced + r) * stride, stride);
+    block.second[r] = block.count++;
+  }
+  if (has_zeros) {
+    const int16_t one = 1;
+    if (Dots::kAreBytes) memset(x + ones * stride, 1, stride);
+    for (int64_t k = 0; k < stride && !Dots::kAreBytes; k += sizeof one) memcpy(x + ones * stride + k, &one, sizeof one);
+  }
+  return ones;
+}
+
+template <typename Dots>
+bool linear_by_dots(const Linear& p, bool is_wide) {
+  constexpr Store how = Dots::kAreBytes ? Store::kBytes : Store::kShorts;
+  int64_t stride = inputs_of_vectors(p.inputs) * (Dots::kAreBytes ? 1 : 2), unplaced = p.rows + 1;
+  char* memory = static_cast<char*>(scratch(sizeof(RowBlock) + (unplaced + p.rows) * stride));
+  if (!memory) return false;
+  RowBlock& block = *reinterpret_cast<RowBlock*>(memory);
+  char* x = memory + sizeof(RowBlock);
+  block.rows = block.count = p.rows;
+  parallel_for(p.rows, [&](int64_t row) {
+    block.digits[row] =
+        round_row(p.x + row * p.inputs, p.inputs, is_wide, how, x + row * stride, x + (unplaced + row) * stride);
+  });
+  int64_t ones = place_digits<Dots>(block, unplaced, x, stride);
+  int64_t size = dot_block_outputs(dot_streams_of<Dots>(block.count), p.inputs, p.outputs, threads(), kDotOutputs);
+  parallel_for(parts_of(p.outputs, size), [&](int64_t index) {
     alignas(64) float sums[kFewestStripRows * kDotOutputs];
     alignas(64) float up_sums[kFewestStripRows * kDotOutputs];
-    int64_t first = block * size, count = least(p.outputs - first, size);
+    int64_t first = index * size, count = least(p.outputs - first, size);
     auto multiply = [&](const Weights& weights, float* to) {
+      alignas(64) int32_t of_digits[2 * kFewestStripRows * kDotOutputs];
       const int8_t* w = static_cast<const int8_t*>(weights.data) + first * p.inputs;
-      dot_block<Dots>(x, p.rows, stride, w, p.inputs, count, to, kDotOutputs);
+      dot_block<Dots>(x, block.count, stride, w, p.inputs, count, of_digits, kDotOutputs);
+      auto of = [&](int64_t row, int64_t i) __attribute__((always_inline)) {
+        return load_as<Ints>(of_digits + row * kDotOutputs + i);
+      };
+      for (int64_t i = 0; i < count; i += kLanes) {
+        Ints of_weights = {};
+        if (ones && Dots::kAreBytes) of_weights = of(ones, i) - static_cast<int32_t>(128 * stride);
+        if (ones && !Dots::kAreBytes) of_weights = (of(ones, i) << kLowBits) + of(kFewestStripRows + ones, i);
+        for (int64_t r = 0; r < p.rows; ++r) {
+          Ints second = block.second[r] ? of(block.second[r], i) : Ints{};
+          store(to + r * kDotOutputs + i, row_sums(block, r, Dots::kAreBytes, of(r, i), second, of_weights));
+        }
+      }
     };
     multiply(p.weights, sums);
     if (p.gated) multiply(p.up, up_sums);
@@ -361,21 +380,26 @@ bool linear_by_dots(const Linear& p) {
   return true;
 }
 
+// Multiplies rows that are rounded to int8, or to 16 bits if `is_wide`.
+bool multiply_rows(const Linear& p, bool is_wide) {
+  if (p.rows >= kFewestStripRows) return linear_by_strips(p, is_wide);
+#if defined(PREJIT_HAS_VNNI)
+  if (vnni()) return linear_by_dots<ByteDots>(p, is_wide);
+#endif
+  return linear_by_dots<ShortDots>(p, is_wide);
+}
+
 }  // namespace
 
 bool linear_by_integers(const Linear& p) {
   bool has_rows = p.weights.dtype == Dtype::kInt8 && p.rows != 0 && p.outputs != 0;
   if (!has_rows || p.inputs > kMostIntegerInputs || multiplier() == Multiplier::kAmx) return linear(p);
-  return linear_by_strips(p, false);
+  return multiply_rows(p, false);
 }
 
 bool linear_by_fixed_point(const Linear& p) {
   if (p.rows >= kFewestTileRows && multiplier() == Multiplier::kAmx && byte_tiles()) return linear_by_amx(p);
-  if (p.rows >= kFewestStripRows) return linear_by_strips(p, true);
-#if defined(PREJIT_HAS_VNNI)
-  if (vnni()) return linear_by_dots<ByteDots>(p);
-#endif
-  return linear_by_dots<ShortDots>(p);
+  return multiply_rows(p, true);
 }
 
 }  // namespace prejit

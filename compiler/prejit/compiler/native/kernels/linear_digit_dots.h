@@ -1,7 +1,5 @@
-// Products of few rows of fixed-point numbers (linear_digits.h): as in linear_dot.h, weights are read in place, and lanes are
-// inputs. Sums are exact, so no order of rows, outputs or inputs changes a number.
-//
-// A packed row is a FixedRow, then its digits: all high ones and all low ones in bytes, or numbers of 16 bits.
+// Products of few rows of digits (linear_digits.h): as in linear_dot.h, weights are read in place, and lanes are inputs. Sums
+// are exact, so no order of rows, outputs or inputs changes a number.
 #pragma once
 
 #include "linear_digits.h"
@@ -9,20 +7,11 @@
 
 namespace prejit {
 
-struct alignas(64) FixedRow {
-  float factor;
-  int32_t begin[2];  // Where the sums of high and of low digits begin for any output.
-};
-
-inline int64_t fixed_stride(int64_t inputs) { return sizeof(FixedRow) + 2 * inputs_of_vectors(inputs); }
-
-inline void pack_fixed(const float* x, int64_t inputs, bool are_bytes, char* to) {
-  FixedRow row;
-  char* digits = to + sizeof row;
-  row.factor = round_fixed(x, inputs, are_bytes, false, digits, digits + inputs_of_vectors(inputs), row.begin);
-  for (int32_t& each : row.begin) each *= are_bytes ? -128 : 0;
-  memcpy(to, &row, sizeof row);
-}
+// More rows copy strips of W: to copy one takes as long as to multiply it with so many rows.
+constexpr int64_t kFewestStripRows = 24;
+constexpr int64_t kDotOutputs = 128;  // Maximum of a block.
+// The sums of the low parts of shorts lie so far behind those of the high parts.
+constexpr int64_t kLows = kFewestStripRows * kDotOutputs;
 
 template <bool upper>
 PREJIT_INLINE Ints unpacked(Ints a, Ints b) {
@@ -68,25 +57,16 @@ PREJIT_INLINE Ints sum_each(const Ints (&v)[kLanes]) {
 #endif
 }
 
-// Writes the sums of a tile as floats.
+// Writes the sums of a tile.
 template <int rows, int outputs>
-PREJIT_INLINE void finish_tile(const char* x, int64_t x_stride, const Ints (&high)[rows][outputs],
-                               const Ints (&low)[rows][outputs], int64_t spacing, float* sums, int64_t stride) {
-  FixedRow row[rows];
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r) memcpy(row + r, x + r * x_stride, sizeof *row);
-#pragma GCC unroll 4
+PREJIT_INLINE void store_sums(const Ints (&of)[rows][outputs], int64_t spacing, int32_t* sums, int64_t stride) {
+#pragma GCC unroll 8
   for (int first = 0; first < rows * outputs; first += kLanes) {
     const int count = rows * outputs - first < kLanes ? rows * outputs - first : kLanes;
-    Ints highs[kLanes] = {}, lows[kLanes] = {}, begin[2] = {};
-    Floats factor = {};
+    Ints some[kLanes] = {};
 #pragma GCC unroll 16
-    for (int i = 0; i < count; ++i) {
-      const int r = (first + i) / outputs, o = (first + i) % outputs;
-      highs[i] = high[r][o], lows[i] = low[r][o];
-      begin[0][i] = row[r].begin[0], begin[1][i] = row[r].begin[1], factor[i] = row[r].factor;
-    }
-    Floats found = fixed_sum(begin[0] + sum_each(highs), begin[1] + sum_each(lows), factor);
+    for (int i = 0; i < count; ++i) some[i] = of[(first + i) / outputs][(first + i) % outputs];
+    Ints found = sum_each(some);
 #pragma GCC unroll 16
     for (int i = 0; i < count; ++i) sums[(first + i) / outputs * stride + (first + i) % outputs * spacing] = found[i];
   }
@@ -104,36 +84,27 @@ PREJIT_INLINE Vector load_rest(const int8_t* from, int64_t count) {
 struct ByteDots {
   using X = char;
   using Weight = int8_t;
+  using Sum = int32_t;
   static constexpr bool kAreBytes = true;
   static constexpr int kInputs = 4 * kLanes;
-
-  // Each sum is two.
   static constexpr int streams(int rows) {
-    if (kRegisters == 32) return rows <= 2 ? 6 : rows == 3 ? 4 : 3;
-    return rows == 1 ? 4 : rows == 2 ? 2 : 1;
-  }
-
-  template <int rows, int outputs>
-  static inline __attribute__((target(PREJIT_VNNI), always_inline)) void add(
-      const char* high_x, const char* low_x, int64_t x_stride, const Ints (&w)[outputs], Ints (&high)[rows][outputs],
-      Ints (&low)[rows][outputs]) {
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      Ints x = in_register(load_as<Ints>(high_x + r * x_stride));
-#pragma GCC unroll 8
-      for (int o = 0; o < outputs; ++o) high[r][o] = add_dots(high[r][o], w[o], x);
-      x = in_register(load_as<Ints>(low_x + r * x_stride));
-#pragma GCC unroll 8
-      for (int o = 0; o < outputs; ++o) low[r][o] = add_dots(low[r][o], w[o], x);
-    }
+    if (kRegisters == 32) return 6;
+    return rows == 1 ? 6 : rows == 2 ? 4 : 2;
   }
 
   template <int rows, int outputs, bool fetch>
   static __attribute__((target(PREJIT_VNNI), noinline)) void tile(const char* x, int64_t x_stride, const int8_t* w,
                                                                   int64_t inputs, int64_t spacing,
-                                                                  int64_t ahead, float* sums, int64_t stride) {
-    Ints high[rows][outputs] = {}, low[rows][outputs] = {}, weights[outputs];
-    const char *high_x = x + sizeof(FixedRow), *low_x = high_x + inputs_of_vectors(inputs);
+                                                                  int64_t ahead, int32_t* sums, int64_t stride) {
+    Ints total[rows][outputs] = {}, weights[outputs];
+    auto add = [&](int64_t k) __attribute__((target(PREJIT_VNNI), always_inline)) {
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        Ints some = in_register(load_as<Ints>(x + r * x_stride + k));
+#pragma GCC unroll 8
+        for (int o = 0; o < outputs; ++o) total[r][o] = add_dots(total[r][o], weights[o], some);
+      }
+    };
     int64_t k = 0;
     for (; k + kInputs <= inputs; k += kInputs) {
 #pragma GCC unroll 8
@@ -141,14 +112,14 @@ struct ByteDots {
         weights[o] = load_as<Ints>(w + o * spacing * inputs + k) ^ kSigns;
         if (fetch) __builtin_prefetch(w + o * spacing * inputs + k + ahead, 0, 2);
       }
-      add<rows, outputs>(high_x + k, low_x + k, x_stride, weights, high, low);
+      add(k);
     }
     if (k < inputs) {
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) weights[o] = load_rest<Ints>(w + o * spacing * inputs + k, inputs - k) ^ kSigns;
-      add<rows, outputs>(high_x + k, low_x + k, x_stride, weights, high, low);
+      add(k);
     }
-    finish_tile<rows, outputs>(x, x_stride, high, low, spacing, sums, stride);
+    store_sums<rows, outputs>(total, spacing, sums, stride);
   }
 
   static constexpr int32_t kSigns = static_cast<int32_t>(0x80808080);
@@ -158,6 +129,7 @@ struct ByteDots {
 struct ShortDots {
   using X = char;
   using Weight = int8_t;
+  using Sum = int32_t;
   static constexpr bool kAreBytes = false;
   static constexpr int kInputs = 2 * kLanes;
   static constexpr int streams(int rows) { return FloatDots<int8_t>::streams(rows); }
@@ -175,13 +147,12 @@ struct ShortDots {
 
   template <int rows, int outputs, bool fetch>
   static inline void tile(const char* x, int64_t x_stride, const int8_t* w, int64_t inputs, int64_t spacing,
-                          int64_t ahead, float* sums, int64_t stride) {
+                          int64_t ahead, int32_t* sums, int64_t stride) {
     Ints high[rows][outputs] = {}, low[rows][outputs] = {};
-    const char* shorts = x + sizeof(FixedRow);
     auto add = [&](int64_t k, auto load_w) __attribute__((always_inline)) {
       Ints xs[rows];
 #pragma GCC unroll 4
-      for (int r = 0; r < rows; ++r) xs[r] = load_as<Ints>(shorts + r * x_stride + 2 * k);
+      for (int r = 0; r < rows; ++r) xs[r] = load_as<Ints>(x + r * x_stride + 2 * k);
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) {
         Ints weights = widened(load_w(w + o * spacing * inputs + k));
@@ -202,7 +173,8 @@ struct ShortDots {
 #pragma GCC unroll 8
         for (int o = 0; o < outputs; ++o) high[r][o] = high[r][o] + (low[r][o] >> kLowBits), low[r][o] = low[r][o] & kLowMask;
     }
-    finish_tile<rows, outputs>(x, x_stride, high, low, spacing, sums, stride);
+    store_sums<rows, outputs>(high, spacing, sums, stride);
+    store_sums<rows, outputs>(low, spacing, sums + kLows, stride);
   }
 };
 
