@@ -307,18 +307,20 @@ def test_no_way_to_multiply_bytes_changes_a_number(kernels):
     if len(ways) == 1:
         pytest.skip("this level or machine has neither VNNI nor AMX")
     sizes = (*itertools.product((1, 2, 3, 16, 17, 50), (0, 32, 416)), (150, 8192))
-    for dtype, (rows, inputs) in itertools.product(KINDS[-3:], sizes):
+    names = [("linear", kind) for kind in KINDS[-3:]] + [("linear_integers", "int8")]
+    for (kernel, dtype), (rows, inputs) in itertools.product(names, sizes):
         case = drawn(rows, (rows, inputs, 40), dtype, gated=True)
         if rows > 3 and inputs > 0:
             x = case.x.copy()
             x[1, 7], x[rows - 1, 31] = np.nan, np.inf
+            x[2], x[3, 0] = np.abs(x[2]), 1000  # a row on one side of 0, one of two digits
             case = replace(case, x=x)
         found = []
         for way in ways:
             assert uses_bytes_by(kernels, *way)
-            found.append(run(case, kernels).view(np.int32))  # NaN has bits, too
+            found.append(run(case, kernels, kernel).view(np.int32))  # NaN has bits, too
         for each in found[1:]:
-            np.testing.assert_array_equal(each, found[0], f"{rows} rows, {inputs} inputs")
+            np.testing.assert_array_equal(each, found[0], f"{kernel}, {rows} rows, {inputs} inputs")
 
 
 def uses_bytes_by(kernels, vnni, tiles):

@@ -1,4 +1,4 @@
-"""Products with x rounded to int8, against plain NumPy, with and without instructions that multiply bytes."""
+"""Products with x rounded to int8, against plain NumPy, by each way to multiply integers."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from prejit.compiler.native.kernel_library import SOURCES
 
 from . import kernel_builds
 from .kernel_builds import LEVELS
-from .test_kernel_linear import CHOICE, GELU_ERF, SILU, Case, activated, run
+from .test_kernel_linear import CHOICE, GELU_ERF, MULTIPLIERS, SILU, Case, activated, run
 
 product = partial(run, kernel="linear_integers")
 
@@ -21,20 +21,26 @@ product = partial(run, kernel="linear_integers")
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param((each, False), marks=pytest.mark.thorough) for each in LEVELS[:2]),
-        *((LEVELS[1], None), (LEVELS[2], False), (LEVELS[2], True)),
+        *(pytest.param((each, "pairs"), marks=pytest.mark.thorough) for each in LEVELS[:2]),
+        *((LEVELS[1], "any"), (LEVELS[2], "pairs"), (LEVELS[2], "bytes"), (LEVELS[2], "tiles")),
     ],
-    ids=lambda param: f"{param[0]} bytes {param[1]}",
+    ids=" ".join,
 )
 def kernels(request, build_cache):
-    """The library of a level that multiplies bytes, or pairs of 16 bits, or what the CPU has (None)."""
-    level, bytes_ = request.param
-    if bytes_ is None:
+    """The library of a level that multiplies pairs of 16 bits, bytes, tiles in a model, or what the CPU has."""
+    level, way = request.param
+    if way == "any":
         return kernel_builds.product_library(level, build_cache)
-    sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
-    library = kernel_builds.load(level, build_cache, sources)
-    library.use_multiplier(0)  # with AMX these products are others
-    if not library.use_vnni(bytes_):
+    sources, flags = [*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE], ()
+    if way == "tiles":
+        level, sources, flags = kernel_builds.with_tiles(level, sources)
+    library = kernel_builds.load(level, build_cache, sources, flags)
+    if way == "tiles":
+        assert library.use_multiplier(MULTIPLIERS.index("amx-bf16"))
+        assert library.use_byte_tiles(1)
+        return library
+    library.use_multiplier(0)  # no tiles
+    if not library.use_vnni(way == "bytes"):
         pytest.skip("this machine multiplies no bytes")
     return library
 

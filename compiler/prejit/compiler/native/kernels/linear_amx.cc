@@ -5,8 +5,8 @@
 //   W chunk [32, K'] ->  [K' / 32][32 outputs][32 inputs] bfloat16      "panel", stays in L1, pack_panel
 //   sums             ->  [2 groups][2 halves][16 outputs][16 rows]      "tile", transposed and finished, transpose_tile
 //
-// With int8 weights a step has 64 inputs, four of them are where a pair is, and the two groups of a tile are the high and
-// the low digits of the same 16 rows (linear_digits.h). Those sums are exact.
+// With int8 weights a step has 64 inputs, four of them are where a pair is, and the two groups of a tile are the first and
+// the second digits of the same 16 rows (linear_digits.h). Those sums are exact.
 //
 // Inputs are padded with zeros to whole steps, outputs and rows to whole tiles, so no multiplier has an edge.
 #include "linear_amx.h"
@@ -26,6 +26,7 @@ namespace prejit {
 #if !defined(PREJIT_HAS_PAIRS)
 
 bool linear_by_amx(const Linear&) { return false; }
+bool digits_by_amx(const Linear&, bool) { return false; }
 
 #else
 
@@ -78,19 +79,18 @@ void pack_group(const float* x, int64_t count, int64_t inputs, uint32_t* to) {
   }
 }
 
-// The same for the high digits, then the low ones, with the factor of each row. Returns false if memory is exhausted.
-bool pack_digits(const float* x, int64_t count, int64_t inputs, uint32_t* to, int64_t group_words, float* factors) {
+// The same for the first digits, then the second ones. Returns false if memory is exhausted.
+bool pack_digits(const float* x, int64_t count, int64_t inputs, bool is_wide, uint32_t* to, int64_t group_words,
+                 Digits* found) {
   int64_t bytes = inputs_of_vectors(inputs), stride = bytes + 64;  // Whole pages would share sets of L1.
   char* digits = static_cast<char*>(scratch(2 * kGroup * stride, 1));
   if (!digits) return false;
   memset(digits, 0, 2 * kGroup * stride);
-  char* low = digits + kGroup * stride;
-  for (int64_t row = 0; row < count; ++row) {
-    const Digits found = round_row(x + row * inputs, inputs, true, Store::kBytes, digits + row * stride, low + row * stride);
-    factors[row] = found.factor;
-  }
+  char* second = digits + kGroup * stride;
+  for (int64_t row = 0; row < count; ++row)
+    found[row] = round_row(x + row * inputs, inputs, is_wide, Store::kBytes, digits + row * stride, second + row * stride);
   transpose_words(digits, stride, bytes, to);
-  transpose_words(low, stride, bytes, to + group_words);
+  transpose_words(second, stride, bytes, to + group_words);
   return true;
 }
 
@@ -217,8 +217,7 @@ PREJIT_AMX void release_tiles() { _tile_release(); }
 
 template <typename W>
 void multiply(int64_t groups, const Operands& of) {
-  if constexpr (!kAreDigits<W>)
-    if (groups == 1) return multiply_amx<W, 1>(of);
+  if (groups == 1) return multiply_amx<W, 1>(of);
   multiply_amx<W, 2>(of);
 }
 
@@ -227,7 +226,7 @@ struct PackedRows {
   int64_t first, rows;
   int64_t group_words;
   uint32_t* data;
-  float* factors;  // Of rows of digits.
+  Digits* digits;
 };
 
 // Some panels of W and some tiles of x.
@@ -299,11 +298,41 @@ void transpose_tile(const float* sums, int64_t groups, float* to) {
     }
 }
 
-// Writes the sums of rows of digits in the place of those of high ones.
-void add_digits(float* by_row, const float* factors, int64_t rows) {
+// How many groups of a tile are multiplied: rows of digits may all have first ones only.
+template <typename W>
+int64_t groups_of(const PackedRows& x, int64_t row, int64_t rows) {
+  if constexpr (!kAreDigits<W>) return parts_of(rows, kGroup);
+  for (int64_t r = row; r < row + rows; ++r)
+    if (x.digits[r].has_second) return 2;
+  return 1;
+}
+
+// Adds up the weights of each output of a panel.
+void sum_weights(const int8_t* w, int64_t outputs, int64_t inputs, int32_t (&sums)[kPanel]) {
+  for (int64_t output = 0; output < outputs; ++output, w += inputs) {
+    __m512i sum = {}, signs = _mm512_set1_epi8(-128);
+    for (int64_t k = 0; k < inputs; k += kStepBytes) {
+      __m512i bytes = reinterpret_cast<__m512i>(load_step(w + k, inputs - k));
+      sum = _mm512_add_epi64(sum, _mm512_sad_epu8(_mm512_xor_si512(bytes, signs), __m512i{}));
+    }
+    sums[output] = static_cast<int32_t>(_mm512_reduce_add_epi64(sum) - 128 * parts_of(inputs, kStepBytes) * kStepBytes);
+  }
+}
+
+// Writes the sums of rows of digits in the place of those of first ones.
+void add_digits(const Weights& weights, const Step& step, int64_t inputs, const Digits* digits, int64_t rows,
+                int64_t groups, float* by_row) {
+  bool has_zeros = false;
+  for (int64_t r = 0; r < rows; ++r) has_zeros = has_zeros || digits[r].zero != 0;
+  alignas(64) int32_t of_weights[kPanel] = {};
+  if (has_zeros)
+    sum_weights(static_cast<const int8_t*>(weights.data) + step.output * inputs, step.outputs, inputs, of_weights);
   for (int64_t i = 0; i < rows * kPanel; i += kLanes) {
-    Ints high = load_as<Ints>(by_row + i), low = load_as<Ints>(by_row + kGroup * kPanel + i);
-    store(by_row + i, fixed_sum(high, low, splat(factors[i / kPanel])));
+    const Digits& row = digits[i / kPanel];
+    Ints first = load_as<Ints>(by_row + i), second = {};
+    if (groups == 2) second = load_as<Ints>(by_row + kGroup * kPanel + i);
+    first = first + load_as<Ints>(of_weights + i % kPanel) * row.zero;
+    store(by_row + i, fixed_sum(first, second, splat(row.factor)));
   }
 }
 
@@ -321,7 +350,7 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
     Panel panel = panel_of<W>(p, step, block.tiles, packed);
     for (int64_t t = 0; t < block.tiles; ++t) {
       int64_t row = (block.tile + t) * kTile<W>, rows = least(x.rows - row, kTile<W>);
-      int64_t groups = kAreDigits<W> ? 2 : parts_of(rows, kGroup), steps = parts_of(step.inputs, kStep<W>);
+      int64_t groups = groups_of<W>(x, row, rows), steps = parts_of(step.inputs, kStep<W>);
       float* tile = sums + (step.panel * block.tiles + t) * kTileSums;
       float* to = step.weights == &p.up ? tile + all_sums : tile;
       const uint32_t* group = x.data + row * 2 / kTile<W> * x.group_words + step.input / kStep<W> * kStepWords;
@@ -332,8 +361,8 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
       transpose_tile(tile, groups, by_row);
       if (p.gated) transpose_tile(to, groups, up_by_row);
       if constexpr (kAreDigits<W>) {
-        add_digits(by_row, x.factors + row, rows);
-        if (p.gated) add_digits(up_by_row, x.factors + row, rows);
+        add_digits(p.weights, step, p.inputs, x.digits + row, rows, groups, by_row);
+        if (p.gated) add_digits(p.up, step, p.inputs, x.digits + row, rows, groups, up_by_row);
       }
       for (int64_t r = 0; r < rows; ++r)
         finish(p, by_row + r * kPanel, up_by_row + r * kPanel, x.first + row + r, step.output, step.outputs);
@@ -344,7 +373,7 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
 }
 
 template <typename W>
-bool multiply_all(const Linear& p) {
+bool multiply_all(const Linear& p, bool is_wide) {
   int64_t parts = parts_of(p.rows, kRowsAtOnce);
   int64_t panels = parts_of(p.outputs, kPanel);
   int64_t group_words = parts_of(p.inputs, kStep<W>) * kStepWords;
@@ -353,16 +382,16 @@ bool multiply_all(const Linear& p) {
     int64_t rows = (p.rows - row) / (parts - part);
     int64_t tiles = parts_of(rows, kTile<W>), blocks_of_rows = parts_of(rows, kGroup);
     int64_t words = (kAreDigits<W> ? 2 : 1) * blocks_of_rows * group_words + kLanes;
-    uint32_t* data = static_cast<uint32_t*>(scratch((words + rows) * sizeof(uint32_t)));
+    uint32_t* data = static_cast<uint32_t*>(scratch(words * sizeof(uint32_t) + rows * sizeof(Digits)));
     if (!data) return false;
-    PackedRows x{row, rows, group_words, data, reinterpret_cast<float*>(data + words)};
+    PackedRows x{row, rows, group_words, data, reinterpret_cast<Digits*>(data + words)};
     row += rows;
     parallel_for(blocks_of_rows, [&](int64_t group) {
       int64_t first = group * kGroup, count = least(x.rows - first, kGroup);
       const float* from = p.x + (x.first + first) * p.inputs;
       if constexpr (!kAreDigits<W>)
         pack_group(from, count, p.inputs, data + group * group_words);
-      else if (!pack_digits(from, count, p.inputs, data + 2 * group * group_words, group_words, x.factors + first))
+      else if (!pack_digits(from, count, p.inputs, is_wide, data + 2 * group * group_words, group_words, x.digits + first))
         has_memory.store(false, std::memory_order_relaxed);
     });
     // Blocks are as large as caches allow, with a few for each thread.
@@ -381,9 +410,8 @@ bool multiply_all(const Linear& p) {
 
 }  // namespace
 
-bool linear_by_amx(const Linear& p) {
-  return p.weights.dtype == Dtype::kInt8 ? multiply_all<int8_t>(p) : multiply_all<Bf16>(p);
-}
+bool linear_by_amx(const Linear& p) { return multiply_all<Bf16>(p, false); }
+bool digits_by_amx(const Linear& p, bool is_wide) { return multiply_all<int8_t>(p, is_wide); }
 
 #endif  // PREJIT_HAS_PAIRS
 

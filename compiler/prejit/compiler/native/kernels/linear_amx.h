@@ -9,8 +9,11 @@ namespace prejit {
 // longer from 6 rows on, or from 8 if weights come from memory.
 constexpr int64_t kFewestTileRows = 8;
 
-// Does what linear() does for bfloat16 weights where the multiplier is kAmx, and for int8 weights where there are
-// byte_tiles(), too, with at most kMostIntegerInputs. Returns false if memory is exhausted.
+// Does what linear() does for bfloat16 weights where the multiplier is kAmx. Returns false if memory is exhausted.
 bool linear_by_amx(const Linear& p);
+
+// The same for int8 weights where there are byte_tiles(), too, with at most kMostIntegerInputs: x is rounded to int8, or to 16
+// bits if `is_wide` (linear_digits.h).
+bool digits_by_amx(const Linear& p, bool is_wide);
 
 }  // namespace prejit

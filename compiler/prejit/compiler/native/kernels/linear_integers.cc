@@ -352,12 +352,15 @@ bool linear_by_dots(const Linear& p, bool is_wide) {
   });
   int64_t ones = place_digits<Dots>(block, unplaced, x, stride);
   int64_t size = dot_block_outputs(dot_streams_of<Dots>(block.count), p.inputs, p.outputs, threads(), kDotOutputs);
+  std::atomic<bool> has_memory{true};
   parallel_for(parts_of(p.outputs, size), [&](int64_t index) {
-    alignas(64) float sums[kFewestStripRows * kDotOutputs];
-    alignas(64) float up_sums[kFewestStripRows * kDotOutputs];
+    constexpr int64_t kSums = kFewestStripRows * kDotOutputs;
+    float* sums = static_cast<float*>(scratch(4 * kSums * sizeof(float), 1));
+    if (!sums) return has_memory.store(false, std::memory_order_relaxed);
+    float* up_sums = sums + kSums;
+    int32_t* of_digits = reinterpret_cast<int32_t*>(sums + 2 * kSums);
     int64_t first = index * size, count = least(p.outputs - first, size);
     auto multiply = [&](const Weights& weights, float* to) {
-      alignas(64) int32_t of_digits[2 * kFewestStripRows * kDotOutputs];
       const int8_t* w = static_cast<const int8_t*>(weights.data) + first * p.inputs;
       dot_block<Dots>(x, block.count, stride, w, p.inputs, count, of_digits, kDotOutputs);
       auto of = [&](int64_t row, int64_t i) __attribute__((always_inline)) {
@@ -377,11 +380,12 @@ bool linear_by_dots(const Linear& p, bool is_wide) {
     if (p.gated) multiply(p.up, up_sums);
     for (int64_t r = 0; r < p.rows; ++r) finish(p, sums + r * kDotOutputs, up_sums + r * kDotOutputs, r, first, count);
   });
-  return true;
+  return has_memory.load(std::memory_order_relaxed);
 }
 
 // Multiplies rows that are rounded to int8, or to 16 bits if `is_wide`.
 bool multiply_rows(const Linear& p, bool is_wide) {
+  if (p.rows >= kFewestTileRows && multiplier() == Multiplier::kAmx && byte_tiles()) return digits_by_amx(p, is_wide);
   if (p.rows >= kFewestStripRows) return linear_by_strips(p, is_wide);
 #if defined(PREJIT_HAS_VNNI)
   if (vnni()) return linear_by_dots<ByteDots>(p, is_wide);
@@ -392,14 +396,10 @@ bool multiply_rows(const Linear& p, bool is_wide) {
 }  // namespace
 
 bool linear_by_integers(const Linear& p) {
-  bool has_rows = p.weights.dtype == Dtype::kInt8 && p.rows != 0 && p.outputs != 0;
-  if (!has_rows || p.inputs > kMostIntegerInputs || multiplier() == Multiplier::kAmx) return linear(p);
+  if (p.weights.dtype != Dtype::kInt8 || p.rows == 0 || p.outputs == 0 || p.inputs > kMostIntegerInputs) return linear(p);
   return multiply_rows(p, false);
 }
 
-bool linear_by_fixed_point(const Linear& p) {
-  if (p.rows >= kFewestTileRows && multiplier() == Multiplier::kAmx && byte_tiles()) return linear_by_amx(p);
-  return multiply_rows(p, true);
-}
+bool linear_by_fixed_point(const Linear& p) { return multiply_rows(p, true); }
 
 }  // namespace prejit
