@@ -7,11 +7,9 @@
 
 namespace prejit {
 
-// More rows copy strips of W: to copy one takes as long as to multiply it with so many rows.
-constexpr int64_t kFewestStripRows = 24;
 constexpr int64_t kDotOutputs = 128;  // Maximum of a block.
-// The sums of the low parts of shorts lie so far behind those of the high parts.
-constexpr int64_t kLows = kFewestStripRows * kDotOutputs;
+// Fewer rows of x read W in place. The sums of low parts of shorts lie behind those of so many rows.
+constexpr int64_t kMostDotRows = 64;
 
 template <bool upper>
 PREJIT_INLINE Ints unpacked(Ints a, Ints b) {
@@ -87,6 +85,8 @@ struct ByteDots {
   using Sum = int32_t;
   static constexpr bool kAreBytes = true;
   static constexpr int kInputs = 4 * kLanes;
+  // More rows copy strips of W. Here the lanes of each sum are added in the end, which short rows do often.
+  static int64_t most_rows(int64_t inputs) { return kRegisters == 32 && inputs >= 512 ? kMostDotRows - 1 : 24; }
   static constexpr int streams(int rows) {
     if (kRegisters == 32) return 6;
     return rows == 1 ? 6 : rows == 2 ? 4 : 2;
@@ -132,6 +132,7 @@ struct ShortDots {
   using Sum = int32_t;
   static constexpr bool kAreBytes = false;
   static constexpr int kInputs = 2 * kLanes;
+  static int64_t most_rows(int64_t) { return 24; }
   static constexpr int streams(int rows) { return FloatDots<int8_t>::streams(rows); }
 
   using Some = VectorOf<int8_t, kInputs>::type;
@@ -174,7 +175,7 @@ struct ShortDots {
         for (int o = 0; o < outputs; ++o) high[r][o] = high[r][o] + (low[r][o] >> kLowBits), low[r][o] = low[r][o] & kLowMask;
     }
     store_sums<rows, outputs>(high, spacing, sums, stride);
-    store_sums<rows, outputs>(low, spacing, sums + kLows, stride);
+    store_sums<rows, outputs>(low, spacing, sums + kMostDotRows * kDotOutputs, stride);
   }
 };
 

@@ -34,10 +34,11 @@ constexpr int64_t kRowBytes = 4 << 20;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
 // Some rows of x, and the sums of their digits: the first ones of each row, then second ones. Memory has room for all.
+static_assert(kBlockRows <= kMostDotRows);
 struct RowBlock {
   int64_t rows, count;      // Rows of x; and rows of digits that are multiplied.
-  Digits digits[kBlockRows];
-  int64_t second[kBlockRows];  // Where the sums of the second digits of a row are, or 0.
+  Digits digits[kMostDotRows];
+  int64_t second[kMostDotRows];  // Where the sums of the second digits of a row are, or 0.
 };
 
 // Sums of a row of x from those of its digits.
@@ -324,7 +325,7 @@ int64_t place_digits(RowBlock& block, int64_t unplaced, char* x, int64_t stride)
   for (int64_t r = 0; r < block.rows; ++r) has_zeros = has_zeros || block.digits[r].zero != 0;
   int64_t ones = has_zeros ? block.count++ : 0;
   for (int64_t r = 0; r < block.rows; ++r) {
-    block.second[r] = Dots::kAreBytes ? 0 : kFewestStripRows + r;
+    block.second[r] = Dots::kAreBytes ? 0 : kMostDotRows + r;
     if (!Dots::kAreBytes || !block.digits[r].has_second) continue;
     memmove(x + block.count * stride, x + (unplaced + r) * stride, stride);
     block.second[r] = block.count++;
@@ -354,7 +355,7 @@ bool linear_by_dots(const Linear& p, bool is_wide) {
   int64_t size = dot_block_outputs(dot_streams_of<Dots>(block.count), p.inputs, p.outputs, threads(), kDotOutputs);
   std::atomic<bool> has_memory{true};
   parallel_for(parts_of(p.outputs, size), [&](int64_t index) {
-    constexpr int64_t kSums = kFewestStripRows * kDotOutputs;
+    constexpr int64_t kSums = kMostDotRows * kDotOutputs;
     float* sums = static_cast<float*>(scratch(4 * kSums * sizeof(float), 1));
     if (!sums) return has_memory.store(false, std::memory_order_relaxed);
     float* up_sums = sums + kSums;
@@ -369,7 +370,7 @@ bool linear_by_dots(const Linear& p, bool is_wide) {
       for (int64_t i = 0; i < count; i += kLanes) {
         Ints of_weights = {};
         if (ones && Dots::kAreBytes) of_weights = of(ones, i) - static_cast<int32_t>(128 * stride);
-        if (ones && !Dots::kAreBytes) of_weights = (of(ones, i) << kLowBits) + of(kFewestStripRows + ones, i);
+        if (ones && !Dots::kAreBytes) of_weights = (of(ones, i) << kLowBits) + of(kMostDotRows + ones, i);
         for (int64_t r = 0; r < p.rows; ++r) {
           Ints second = block.second[r] ? of(block.second[r], i) : Ints{};
           store(to + r * kDotOutputs + i, row_sums(block, r, Dots::kAreBytes, of(r, i), second, of_weights));
@@ -383,23 +384,27 @@ bool linear_by_dots(const Linear& p, bool is_wide) {
   return has_memory.load(std::memory_order_relaxed);
 }
 
-// Multiplies rows that are rounded to int8, or to 16 bits if `is_wide`.
+template <typename Dots>
 bool multiply_rows(const Linear& p, bool is_wide) {
+  return p.rows <= Dots::most_rows(p.inputs) ? linear_by_dots<Dots>(p, is_wide) : linear_by_strips(p, is_wide);
+}
+
+// Multiplies rows that are rounded to int8, or to 16 bits if `is_wide`.
+bool multiply_digits(const Linear& p, bool is_wide) {
   if (p.rows >= kFewestTileRows && multiplier() == Multiplier::kAmx && byte_tiles()) return digits_by_amx(p, is_wide);
-  if (p.rows >= kFewestStripRows) return linear_by_strips(p, is_wide);
 #if defined(PREJIT_HAS_VNNI)
-  if (vnni()) return linear_by_dots<ByteDots>(p, is_wide);
+  if (vnni()) return multiply_rows<ByteDots>(p, is_wide);
 #endif
-  return linear_by_dots<ShortDots>(p, is_wide);
+  return multiply_rows<ShortDots>(p, is_wide);
 }
 
 }  // namespace
 
 bool linear_by_integers(const Linear& p) {
   if (p.weights.dtype != Dtype::kInt8 || p.rows == 0 || p.outputs == 0 || p.inputs > kMostIntegerInputs) return linear(p);
-  return multiply_rows(p, false);
+  return multiply_digits(p, false);
 }
 
-bool linear_by_fixed_point(const Linear& p) { return multiply_rows(p, true); }
+bool linear_by_fixed_point(const Linear& p) { return multiply_digits(p, true); }
 
 }  // namespace prejit
