@@ -139,11 +139,11 @@ class Linear(nnx.Module):
         return dot_of_words(x, weight, self.weight_scale[...], self.outputs)
 
 
-_STEPS = 253
-"""Steps of the range of a row, from its least to its largest number or 0."""
+_STEPS = 126.5
+"""Steps of half the range of a row, or of its largest size where both signs reach far."""
 _FEW_STEPS = 16
 """A row whose numbers have a mean size of fewer steps has second digits."""
-_DIGIT = 254
+_DIGIT = 256
 """A second digit is one part in so many of a step."""
 _LEAST_RANGE = 1e-35
 """A smaller range counts as this one."""
@@ -154,12 +154,15 @@ _LEAST_OF_GROUP = 2.0**-100
 def rounded(x: jax.Array) -> jax.Array:
     """Return x [..., D] with each row rounded to integers times a scale: kernels/linear_integers.cc."""
     largest, least = x.max(-1, keepdims=True, initial=0), x.min(-1, keepdims=True, initial=0)
-    half = jnp.maximum(largest / 2 - least / 2, _LEAST_RANGE / 2)  # the whole may not be finite
-    steps = x * (_STEPS / 2 / half)
+    half = largest / 2 - least / 2  # the whole may not be finite
+    is_symmetric = jnp.abs(largest / 2 + least / 2) <= half / 4
+    half = jnp.where(is_symmetric, jnp.maximum(largest, -least), half)
+    half = jnp.maximum(half, _LEAST_RANGE / 2)
+    steps = x * (_STEPS / half)
     whole = jnp.round(steps)
-    rest = jnp.round((steps - whole) * _DIGIT) / _DIGIT
+    rest = jnp.minimum(jnp.round((steps - whole) * _DIGIT), _DIGIT / 2 - 1) / _DIGIT
     has_enough = jnp.abs(whole).mean(-1, keepdims=True) >= _FEW_STEPS
-    return jnp.where(has_enough, whole, whole + rest) * (half / (_STEPS / 2))
+    return jnp.where(has_enough, whole, whole + rest) * (half / _STEPS)
 
 
 def rounded_groups(x: jax.Array) -> jax.Array:
