@@ -1,4 +1,4 @@
-"""Accuracy of int8, also with x rounded as encoders do, of int4, and of llama.cpp's types in its matrices.
+"""Accuracy of int8 and int4, also with x rounded as kernels do, and of llama.cpp's types in int4's matrices.
 
     python -m benchmarks.studies.four_bits MODEL TEXT [DECIDING_TEXT]
 
@@ -23,7 +23,6 @@ from flax import nnx
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.int4_rounding import Rows
-from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.compiler.pipeline.measure import int4_inputs, model_comparison
 from prejit.compiler.pipeline.model import ModelFiles, ModelSource
@@ -68,17 +67,18 @@ def main(directory: Path, text: Path, deciding: Path | None = None) -> None:
     config = config_file.load_config(directory)
     checkpoint = open_checkpoint(directory, out_in=True)
     make = partial(model_registry.make_decoder, config, out_in=True)
-    exact, rounding_x = make(), make()
-    quantizing.imitate(rounding_x, make(dtype="int8"))
+    exact = parametrized(make())
     tokens, begin = model_comparison.read_text(text, directory / "tokenizer.json")
     tokens, unread = tokens[-TOKENS:], max(0, len(begin) - 1)
     windows = [np.r_[begin, tokens[at : at + WINDOW]] for at in range(0, len(tokens), WINDOW)]
 
-    def logits(weights: dict[str, Rows], *, rounds_rows: bool = False) -> Values:
-        module = parametrized(rounding_x if rounds_rows else exact)
+    def logits(weights: dict[str, Rows], imitated: str = "") -> Values:
+        module = exact
+        if imitated:
+            quantizing.imitate(rounding := make(), make(dtype=imitated))
+            module = parametrized(rounding)
         compared = model_comparison.ComparedModel(module, weights)
-        with kernel_calls.rounding_rows():
-            found = model_comparison._logits(compared, windows)()
+        found = model_comparison._logits(compared, windows)()
         return np.concatenate([each[unread:-1] for each in found]).astype(np.float64)
 
     def stored(
@@ -101,8 +101,9 @@ def main(directory: Path, text: Path, deciding: Path | None = None) -> None:
     print_figures("float32", right)
     int8, int4 = stored("int8"), stored("int4")
     print_figures("int8", log_softmax(logits(int8)))
-    print_figures("int8, x too", log_softmax(logits(int8, rounds_rows=True)))
+    print_figures("int8, x too", log_softmax(logits(int8, "int8")))
     print_figures("int4", log_softmax(logits(int4)))
+    print_figures("int4, x too", log_softmax(logits(int4, "int4")))
     module = make(dtype="int4")
     if deciding is not None:
         model = ModelSource(

@@ -280,12 +280,12 @@ def test_kernels_are_the_same_bytes_with_forms_of_the_bundle(build_cache, tmp_pa
     monkeypatch.setattr(library, "_COMPILE_FLAGS", flags)
     write_random("gpt2", tmp_path / "gpt2")
     sizes = {"prompt": (8,), "context": (24,)}
-    write_manifest(tmp_path / "m.toml", "gpt2", model='dtype = "int8"', **sizes)
+    write_manifest(tmp_path / "m.toml", "gpt2", model='dtype = "bfloat16"', **sizes)
     # Forms that no table has here: a rebuild takes those of the bundle all the same.
     level = level_of(target("cpu-host"))
     if isinstance(level, NoKernels):
         pytest.skip(level.reason)
-    product = Product("int8", 1, 24, 24, in_out=False)
+    product = Product("bfloat16", 1, 24, 24, in_out=False)
     conditions = Conditions(level, "", 1, "", "", "")
     measured = Measured(product, {WIDENED: 1, KERNEL: 100}, conditions, "2026-01-01")
     forms = tmp_path / "forms.json"

@@ -15,7 +15,9 @@ from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import model_registry, quantizing
 from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.kernel_calls import Forms, using
 from prejit.compiler.models.parameters import flat_parameters, parametrized
+from prejit.compiler.native.products import INTEGERS, KERNEL
 
 from .small_models import (
     BLOCK,
@@ -111,6 +113,26 @@ def test_fewer_bits_give_the_logits_of_what_they_stand_for(family, dtype):
     for cache in ("bfloat16", "int8"):
         rounded = narrow.logits(source, tokens, cache)
         assert 0 < np.abs(rounded - found).max() < 0.1 * np.abs(found).max()
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *PLACES])
+def test_layers_round_rows_beside_int8_matrices_and_heads_keep_more_bits(family):
+    module = model_registry.make_decoder(config(CONFIGS[family]), dtype="int8", out_in=True)
+    model, forms, length = parametrized(module), Forms(), int32(BLOCK, BLOCK)
+
+    def logits(weights):
+        bound = model.bind(weights)
+        cache = (
+            bound.encode(sources(family, 2), int32(2, 1), CONTEXT, "float32")
+            if family in PLACES
+            else bound.make_cache(2, CONTEXT, "float32")
+        )
+        return bound(random_tokens(2, 2, BLOCK), length * 0, length, cache)[0]
+
+    with using(forms):
+        jax.eval_shape(logits, dict(model.weights))
+    found = {(each.outputs == module.vocab_size, forms.form(each)) for each in forms.met}
+    assert found == {(True, KERNEL), (False, INTEGERS)}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -28,6 +28,7 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.models.families import sentence
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.attention import (
     LayerCache,
     NewTokens,
@@ -172,10 +173,11 @@ def _written(
 ) -> tuple[jax.Array, TextCache]:
     """Return what the blocks of a decoder make of x [B, T, D], and the cache."""
     layers: list[BlockCache] = []
-    for block, layer in zip(blocks, cache, strict=True):
-        last = len(layers) == len(cache) - 1
-        x, layer = block.write(x, new, layer, attend_source, last=last, bias=bias)
-        layers.append(layer)
+    with kernel_calls.rounding_rows():
+        for block, layer in zip(blocks, cache, strict=True):
+            last = len(layers) == len(cache) - 1
+            x, layer = block.write(x, new, layer, attend_source, last=last, bias=bias)
+            layers.append(layer)
     return x, tuple(layers)
 
 
@@ -266,11 +268,11 @@ class T5(nnx.Module):
             return attention(query, layer, _last(length), scale=1.0, bias=bias)
 
         x = self.shared(source)
-        for block in blocks:
-            x = block.read(x, attend)
-        x = self.encoder.final_layer_norm(x)
-        made = (block.make_cache(x, positions, dtype) for block in self.decoder.block)
-        return length, tuple(made)
+        with kernel_calls.rounding_rows():
+            for block in blocks:
+                x = block.read(x, attend)
+            x, decoder = self.encoder.final_layer_norm(x), self.decoder.block
+            return length, tuple(block.make_cache(x, positions, dtype) for block in decoder)
 
     def __call__(
         self,
@@ -421,8 +423,10 @@ class Whisper(nnx.Module):
             ManifestError: as `source`.
         """
         self.source(len(source), source.shape[2])
-        x = self.hidden(source)
-        return tuple(block.make_cache(x, positions, dtype) for block in self.model.decoder.layers)
+        blocks = self.model.decoder.layers
+        with kernel_calls.rounding_rows():
+            x = self.hidden(source)
+            return tuple(block.make_cache(x, positions, dtype) for block in blocks)
 
     def hidden(self, source: jax.Array) -> jax.Array:
         """Return what the encoder says of spectrograms [B, mel bins, N]: [B, N / 2, width]."""

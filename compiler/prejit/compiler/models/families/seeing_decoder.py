@@ -20,6 +20,7 @@ from prejit.compiler.models.families.image_processing import ImageProcessing
 from prejit.compiler.models.families.image_table import SIGLIP_IMAGE
 from prejit.compiler.models.families.image_towers import ImageTower
 from prejit.compiler.models.families.sentence import product
+from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.linear import RMSNorm
 from prejit.compiler.models.parameters import part_of, place
 
@@ -60,7 +61,9 @@ class SeeingDecoder(TextDecoder):
 
     def image(self, pixels: jax.Array) -> jax.Array:
         """Map pixels, uint8 [B, H, W, 3], to the embeddings of tokens, float32 [B, T * D']."""
-        found = part_of(self, self._projector)(part_of(self, self._tower)(pixels))
+        with kernel_calls.rounding_rows():
+            x = part_of(self, self._tower)(pixels)
+        found = part_of(self, self._projector)(x)
         return found.reshape(len(found), -1)
 
     def image_parts(self) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ A portable program uses XLA's forms only. For a CPU target with a kernel library
 second time with calls of native kernels; `using` makes that choice known to the layers. In such a program
 every form, XLA's too, rounds x to bfloat16 where the matrix is bfloat16 (kernels/linear.h), so that the
 forms of a product differ in the order of its sums only. A portable program has no kernel to agree with and
-does not round x. For int8 matrices x is rounded to 16 bits, in the layers of an encoder to int8
-(kernels/linear_integers.h), which have no other form.
+does not round x. Beside an int8 matrix of a layer x is rounded to int8 (kernels/linear_integers.h), beside
+one of a head to 16 bits; these products have no other form.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def has_kernels() -> bool:
 
 
 def rounding_rows() -> AbstractContextManager[Any]:
-    """Let products with int8 matrices round x to int8 inside the block: the layers of an encoder."""
+    """Let products with int8 matrices round x to int8 inside the block: those of layers, not of heads."""
     return while_tracing(_ROUNDS_ROWS, True)
 
 

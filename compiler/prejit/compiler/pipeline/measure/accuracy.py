@@ -177,7 +177,7 @@ def _measure_published(
     """Compare the packed model with its float32 form, on a text or on random tokens.
 
     Both are evaluated as the float32 model: one with the weights of the checkpoint, the other with those of
-    the bundle, widened to float32 as its portable programs do it.
+    the bundle, widened to float32, and with x rounded as its kernels do.
     """
     from prejit.compiler.models import image_config, model_registry, quantizing
     from prejit.compiler.models.parameters import Parametrized, parametrized
@@ -201,14 +201,14 @@ def _measure_published(
     if model.files.layout is None:
         vocab_size = model.shape.vocab_size
         longest = longest_context(space.plan.manifest)
-        exact = parametrized(model_registry.make_decoder(model.config, longest, out_in=out_in))
+        make = partial(model_registry.make_decoder, model.config, longest, out_in=out_in)
         named = None if text is None else (text.name, *model_comparison.read_text(text, tokenizer))
         bos = getattr(model.config, "bos_token_id", None)
         bos = bos if isinstance(bos, int) and 0 <= bos < vocab_size else 0
         return model_comparison.of_decoder(
             dtype,
-            model_comparison.ComparedModel(exact, values),
-            model_comparison.ComparedModel(exact, packed, model.shape.cache_dtype),
+            model_comparison.ComparedModel(parametrized(make()), values),
+            model_comparison.ComparedModel(imitating(make()), packed, model.shape.cache_dtype),
             (vocab_size, model.shape.max_positions),
             named,
             bos,
