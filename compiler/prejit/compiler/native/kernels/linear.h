@@ -3,8 +3,8 @@
 // If weights are bfloat16 or MXFP4, x is rounded to bfloat16, to nearest and ties to even, and sums are float32: on every
 // CPU and for any number of rows, so that results differ in the order of the sums only. XLA's forms of a product in
 // programs with kernels round x in the same way (models/layers/linear.py, dot). With float32 weights everything is float32.
-// int8 rounds x to 16 bits and sums exactly (linear_integers.h), unless it has so many inputs that sums would not fit; then it
-// is as bfloat16. int4 rounds 32 inputs to int8 (linear_int4.h).
+// int8 rounds x to 16 bits, or linear_by_integers() to 8, and sums exactly (linear_integers.h), unless it has so many inputs
+// that sums would not fit; then it is as bfloat16. int4 rounds 32 inputs to int8 (linear_int4.h).
 //
 // The sums of a row have one order among few rows and another among many, whatever the other rows are. Many rows begin
 // at 8 with AMX (linear_amx.h), else at 128 rows or 32 positions of a sequence (linear.cc). With AVX-512 BF16 the sums of

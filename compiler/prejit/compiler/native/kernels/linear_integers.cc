@@ -5,9 +5,10 @@
 //
 // Few rows read W in place instead (linear_digit_dots.h).
 //
-// The instruction multiplies bytes without a sign by bytes with one, so 128 is added to weights. What that adds is taken from
-// sums in the end, and the zero of a row times the sum of an output's weights is added. Without that instruction x and the strip are widened
-// to 16 bits, and 2 inputs are multiplied at a time: to widen a strip for each tile again cost a fifth of the time (AVX2).
+// The instruction multiplies bytes without a sign by bytes with one, so 128 is added to weights. In the end what that added is
+// taken from a sum, and the zero of the row times the sum of the output's weights is added. Without that instruction x and the
+// strip are widened to 16 bits, and 2 inputs are multiplied at a time: to widen a strip for each tile again cost a fifth of the
+// time (AVX2).
 #include "linear_integers.h"
 
 #include <atomic>
@@ -33,13 +34,13 @@ constexpr int64_t kBlockRows = 8 * kTileRows;
 constexpr int64_t kRowBytes = 4 << 20;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
-// Some rows of x, and the sums of their digits: the first ones of each row, then second ones. Memory has room for all.
-static_assert(kBlockRows <= kMostDotRows);
+// Some rows of x as digits: the first ones of each row, then the second ones of some.
 struct RowBlock {
-  int64_t rows, count;      // Rows of x; and rows of digits that are multiplied.
+  int64_t rows, count;  // Rows of x; and of digits that are multiplied.
   Digits digits[kMostDotRows];
   int64_t second[kMostDotRows];  // Where the sums of the second digits of a row are, or 0.
 };
+static_assert(kBlockRows <= kMostDotRows);
 
 // Sums of a row of x from those of its digits.
 PREJIT_INLINE Floats row_sums(const RowBlock& block, int64_t row, bool are_bytes, Ints first, Ints second, Ints of_weights) {
@@ -317,8 +318,8 @@ bool linear_by_strips(const Linear& p, bool is_wide) {
   return true;
 }
 
-// Gives second digits, which lie where `unplaced` says, their places behind the first ones, and if a row has a zero a row of
-// ones before them, whose sums are those of weights. Returns its index, or 0.
+// Moves the second digits of rows, the first of which may be at `unplaced`, behind the first digits; before them, if a row has
+// a zero, go ones, whose sums are those of weights. Returns their index, or 0.
 template <typename Dots>
 int64_t place_digits(RowBlock& block, int64_t unplaced, char* x, int64_t stride) {
   bool has_zeros = false;
