@@ -9,7 +9,7 @@ namespace prejit {
 
 constexpr int64_t kDotOutputs = 128;  // Maximum of a block.
 // Fewer rows of x read W in place. The sums of low parts of shorts lie behind those of so many rows.
-constexpr int64_t kMostDotRows = 64;
+constexpr int64_t kMostDotRows = 65;
 
 template <bool upper>
 PREJIT_INLINE Ints unpacked(Ints a, Ints b) {
