@@ -68,13 +68,9 @@ ENVIRONMENTS = {
     "llama.cpp": Environment(
         ("llama-cpp-python", "gguf", "numpy"), 15, {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
     ),
-    # Its wheels are for AVX2.
-    "ik_llama.cpp": Environment(
-        ("--no-binary=ik-llama-cpp-python", "ik-llama-cpp-python", "gguf", "numpy"),
-        15,
-        {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
-    ),
-    # Compiled for this machine, too. Its web page and its TLS would need the network and OpenSSL.
+    # Its wheels are for AVX2. Its source does not compile: 0.1.5 lacks common/cmake/build-info-gen-cpp.cmake.
+    "ik_llama.cpp": Environment(("ik-llama-cpp-python", "gguf", "numpy")),
+    # Compiled for this machine, as llama.cpp. Its web page and its TLS would need the network and OpenSSL.
     "llama-server": Environment(
         ("gguf", "numpy", "cmake", "ninja"),
         20,
