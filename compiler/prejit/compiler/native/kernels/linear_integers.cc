@@ -365,6 +365,10 @@ bool linear_by_dots(const Linear& p, bool is_wide) {
     auto multiply = [&](const Weights& weights, float* to) {
       const int8_t* w = static_cast<const int8_t*>(weights.data) + first * p.inputs;
       dot_block<Dots>(x, block.count, stride, w, p.inputs, count, of_digits, kDotOutputs);
+      // Lanes behind the last output are added up, too: what lay there before might overflow.
+      int64_t rest = parts_of(count, kLanes) * kLanes - count, rows = block.count + (Dots::kAreBytes ? 0 : kMostDotRows);
+      for (int64_t row = 0; row < rows && rest; ++row)
+        memset(of_digits + row * kDotOutputs + count, 0, rest * sizeof *of_digits);
       auto of = [&](int64_t row, int64_t i) __attribute__((always_inline)) {
         return load_as<Ints>(of_digits + row * kDotOutputs + i);
       };
