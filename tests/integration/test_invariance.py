@@ -352,7 +352,7 @@ MIXED = {1: KERNEL, 8: LOOP, 9: KERNEL, 24: LOOP, 32: WIDENED, 72: WIDENED, 128:
 MOST_MOVED = 1e-2
 """Of a log-probability by another order of sums. An x next to the middle of two bfloat16 numbers becomes the
 other one: rare, and 5e-3 at most here. Were x rounded for some numbers of rows, it were 14e-3 as the rule."""
-FEW = 1 / 8
+FEW = 1 / 4
 """Of the requests that move by more than float32 does."""
 
 
