@@ -27,7 +27,7 @@ product = partial(run, kernel="linear_integers")
     ids=" ".join,
 )
 def kernels(request, build_cache):
-    """The library of a level that multiplies pairs of 16 bits, bytes, tiles in a model, or what the CPU has."""
+    """The library of a level that multiplies pairs of 16 bits, bytes, a model's tiles, or what the CPU has."""
     level, way = request.param
     if way == "any":
         return kernel_builds.product_library(level, build_cache)
@@ -75,7 +75,8 @@ def test_any_size_is_exactly_numpys_integers(kernels, data):
 
 
 @pytest.mark.parametrize(
-    ("shape", "activation"), [((97, 385, 130), GELU_ERF), ((70, 520, 130), SILU), ((7, 1536, 66), SILU)]
+    ("shape", "activation"),
+    [((97, 385, 130), GELU_ERF), ((70, 520, 130), SILU), ((7, 1536, 66), SILU)],
 )
 def test_what_follows_a_product_and_rows_with_a_peak(kernels, shape, activation):
     """One product, and two of a gated layer; a row's result is its own, and large numbers hide no other."""
