@@ -29,7 +29,7 @@ _CPU_TOKENS, _CPU_LEAST_TOKENS, _ACCELERATOR_TOKENS = 64, 32, 512
 """How many positions of prompts are computed between two decode steps, if nothing else is said."""
 _PREPARING_SECONDS = 0.01
 """If making room for prompts and copying what is cached of them takes longer, a decode step comes first."""
-_LONGEST_STALL_SECONDS = 0.25
+_LONGEST_STALL_SECONDS = 0.2
 """If prompts take longer between two decode steps, no more than `prefill_tokens` positions are computed."""
 
 
@@ -79,7 +79,7 @@ class Batch(Slots):
             largest: the batch and the context that the cache may grow to, each one of the bundle's buckets;
                 None: as many slots as asked for, and the longest context.
             prefill_tokens: how many positions of prompts are computed between two decode steps (`begin`).
-                None: 512 on an accelerator; on a CPU 64, or 32 where 64 take more than 0.25 s.
+                None: 512 on an accelerator; on a CPU 64, or 32 where 64 take more than 0.2 s.
             prefixes: earlier prompts, and where to keep new ones; None: nothing is kept.
             together: how many rows a cache may have in which prompts are computed before they are copied,
                 if it is not the smallest batch.
