@@ -27,7 +27,7 @@ product = partial(run, kernel="linear_integers")
     ids=" ".join,
 )
 def kernels(request, build_cache):
-    """The library of a level that multiplies pairs of 16 bits, bytes, tiles (a model), or what the CPU has."""
+    """The library of a level that multiplies pairs of 16 bits, bytes, a model's tiles, or as the CPU can."""
     level, way = request.param
     if way == "any":
         return kernel_builds.product_library(level, build_cache)
