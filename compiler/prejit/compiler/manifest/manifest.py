@@ -74,8 +74,8 @@ class Model:
             directory, relative to the manifest, or in Python a pytree of arrays.
         adapters: directories of adapters in PEFT's layout, relative to the manifest. The build merges them
             into the weights of `source`, in this order.
-        dtype: dtype in which the matrices are stored. All arithmetic is float32; a decoder of the user gets
-            its matrices in float32 and computes as it was written.
+        dtype: dtype in which the matrices are stored. Kernels round what narrow ones are multiplied with;
+            a decoder of the user gets its matrices in float32 and computes as it was written.
         evaluation: path of a text, relative to the manifest, on whose last tokens accuracy is measured;
             without it, on random tokens. What comes before decides how matrices are rounded to int4, and how
             many bits those of an encoder need.

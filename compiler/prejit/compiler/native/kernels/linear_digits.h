@@ -33,7 +33,7 @@ inline __attribute__((target(PREJIT_VNNI), always_inline)) Ints add_dots(Ints to
 // The range of a row has so many steps. 0 lies on one; rounding the range's ends may take one more.
 constexpr float kSteps = 253;
 // A row whose numbers have a mean size of fewer steps has second digits. One digit has an error of at most
-// 1 / (16 sqrt(12)) = 1.8 % then; normally distributed numbers have 30 steps and 0.9 %, as int8 weights have. A root
+// 1 / (16 sqrt(12)) = 1.8 % then; normally distributed numbers have 30 steps and 0.8 %, as int8 weights have. A root
 // mean square would not show that some large channels, beside small weights, leave the others few steps.
 constexpr int64_t kFewSteps = 16;
 // A smaller range of a row is taken for this one: its inverse and its factor are normal numbers.
