@@ -166,5 +166,7 @@ MODEL Vector load_masked(uint64_t mask, const void* memory) {
 #define _mm512_maskz_loadu_epi16 avx512_model::load_masked<__m512i, uint16_t>
 #define _mm256_maskz_loadu_epi16 avx512_model::load_masked<__m256i, uint16_t>
 #define _mm_maskz_loadu_epi8 avx512_model::load_masked<__m128i, uint8_t>
+// No register holds a vector of 512 bits (in_register in simd.h).
+#define asm(...)
 
 #endif

@@ -35,13 +35,10 @@ def kernels(request, build_cache):
     if way == "tiles":
         level, sources, flags = kernel_builds.with_tiles(level, sources)
     library = kernel_builds.load(level, build_cache, sources, flags)
-    if way == "tiles":
-        assert library.use_multiplier(MULTIPLIERS.index("amx-bf16"))
-        assert library.use_byte_tiles(1)
-        return library
-    library.use_multiplier(0)  # no tiles
-    if not library.use_vnni(way == "bytes"):
-        pytest.skip("this machine multiplies no bytes")
+    multiplier = MULTIPLIERS.index("amx-bf16" if way == "tiles" else "float32")
+    has_it = library.use_multiplier(multiplier) and library.use_byte_tiles(way == "tiles")
+    if not (has_it and (way == "tiles" or library.use_vnni(way == "bytes"))):
+        pytest.skip(f"this machine multiplies no {way}")
     return library
 
 

@@ -310,12 +310,10 @@ int64_t groups_of(const PackedRows& x, int64_t row, int64_t rows) {
 // Adds up the weights of each output of a panel.
 void sum_weights(const int8_t* w, int64_t outputs, int64_t inputs, int32_t (&sums)[kPanel]) {
   for (int64_t output = 0; output < outputs; ++output, w += inputs) {
-    __m512i sum = {}, signs = _mm512_set1_epi8(-128);
-    for (int64_t k = 0; k < inputs; k += kStepBytes) {
-      __m512i bytes = reinterpret_cast<__m512i>(load_step(w + k, inputs - k));
-      sum = _mm512_add_epi64(sum, _mm512_sad_epu8(_mm512_xor_si512(bytes, signs), __m512i{}));
-    }
-    sums[output] = static_cast<int32_t>(_mm512_reduce_add_epi64(sum) - 128 * parts_of(inputs, kStepBytes) * kStepBytes);
+    Ints sum = {};
+    for (int64_t k = 0; k < inputs; k += kStepBytes)
+      sum = sum + sums_of_pairs(pairs_of(reinterpret_cast<Ints>(load_step(w + k, inputs - k))));
+    sums[output] = static_cast<int32_t>(total(sum));
   }
 }
 

@@ -69,6 +69,20 @@ PREJIT_INLINE Ints dots_of_pairs(Ints a, Ints b) {
 #endif
 }
 
+// The bytes of weights as they are, in 16 bits each.
+struct Pairs {
+  Ints even, odd;
+};
+PREJIT_INLINE Pairs pairs_of(Ints bytes) {
+  using Halves = VectorOf<int16_t, 2 * kLanes>::type;
+  Halves w = reinterpret_cast<Halves>(bytes);
+  return {reinterpret_cast<Ints>(w << 8 >> 8), reinterpret_cast<Ints>(w >> 8)};
+}
+
+PREJIT_INLINE Ints sums_of_pairs(Pairs pairs) {
+  return dots_of_pairs(pairs.even, Ints{} + 0x10001) + dots_of_pairs(pairs.odd, Ints{} + 0x10001);
+}
+
 // In each four lanes: two of a, then two of b, as the instruction's `order` says.
 template <int order>
 PREJIT_INLINE Ints shuffled(Ints a, Ints b) {

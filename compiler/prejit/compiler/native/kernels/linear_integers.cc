@@ -53,16 +53,6 @@ PREJIT_INLINE Floats row_sums(const RowBlock& block, int64_t row, bool are_bytes
 // The steps of a strip, of 32 bits of each output. Rows of digits have whole vectors.
 int64_t steps_of(int64_t inputs, bool are_bytes) { return parts_of(inputs, kLanes) * (kLanes / kStep) * (are_bytes ? 1 : 2); }
 
-// The bytes of weights as they are, in 16 bits each.
-struct Pairs {
-  Ints even, odd;
-};
-PREJIT_INLINE Pairs pairs_of(Ints bytes) {
-  using Halves = VectorOf<int16_t, 2 * kLanes>::type;
-  Halves w = reinterpret_cast<Halves>(bytes);
-  return {reinterpret_cast<Ints>(w << 8 >> 8), reinterpret_cast<Ints>(w >> 8)};
-}
-
 #if defined(PREJIT_HAS_VNNI)
 // Adds up the weights of each output of a strip, which has 128 more of each.
 __attribute__((target(PREJIT_VNNI), noinline)) void sum_bytes(const int32_t* strip, int64_t steps, Ints (&sums)[kVectors]) {
@@ -106,7 +96,7 @@ void copy_strip(const int8_t* w, int64_t outputs, int64_t inputs, bool are_bytes
           continue;
         }
         Pairs pairs = pairs_of(bytes);
-        sums[vector] = sums[vector] + dots_of_pairs(pairs.even, Ints{} + 0x10001) + dots_of_pairs(pairs.odd, Ints{} + 0x10001);
+        sums[vector] = sums[vector] + sums_of_pairs(pairs);
         memcpy(to, &pairs.even, sizeof pairs.even);
         memcpy(to + kStripOutputs, &pairs.odd, sizeof pairs.odd);
       }
