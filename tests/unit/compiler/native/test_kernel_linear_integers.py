@@ -60,7 +60,7 @@ def test_any_size_is_exactly_numpys_integers(kernels, data):
     half = (x.max(-1, keepdims=True, initial=0) - x.min(-1, keepdims=True, initial=0)) / 2
     middle = (x.max(-1, keepdims=True, initial=0) + x.min(-1, keepdims=True, initial=0)) / 2
     largest = np.abs(x).max(-1, keepdims=True)
-    half = np.where(np.abs(middle) <= half / 4, largest, half)
+    half = np.where(np.abs(middle) <= half / 16, largest, half)
     parts = np.rint(x * (np.float32(126.5) / half) * 256).astype(np.int64)
     whole = (parts + 128) // 256
     few = np.abs(whole).mean(-1, keepdims=True) < 16

@@ -155,7 +155,7 @@ def rounded(x: jax.Array) -> jax.Array:
     """Return x [..., D] with each row rounded to integers times a scale: kernels/linear_digits.h."""
     largest, least = x.max(-1, keepdims=True, initial=0), x.min(-1, keepdims=True, initial=0)
     half, middle = largest / 2 - least / 2, largest / 2 + least / 2  # the whole may not be finite
-    half = jnp.where(jnp.abs(middle) <= half / 4, jnp.maximum(largest, -least), half)
+    half = jnp.where(jnp.abs(middle) <= half / 16, jnp.maximum(largest, -least), half)
     half = jnp.maximum(half, _LEAST_RANGE / 2)
     parts = jnp.round(x * (_STEPS / 2 / half) * _PARTS)
     whole = jnp.floor((parts + _PARTS // 2) / _PARTS)
