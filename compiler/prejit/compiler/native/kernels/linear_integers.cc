@@ -308,8 +308,9 @@ bool linear_by_strips(const Linear& p, bool is_wide) {
   return true;
 }
 
-// Moves the second digits of rows, the first of which may be at `unplaced`, behind the first digits; before them, if a row has
-// a zero, go ones, whose sums are those of weights. Returns their index, or 0.
+// Puts the rows of digits that are multiplied behind each other. After the first digits comes a row of ones if any row has a
+// zero, because its sums are those of weights; then come the second digits, which row r has at `unplaced` + r. Returns the
+// index of the row of ones, or 0.
 template <typename Dots>
 int64_t place_digits(RowBlock& block, int64_t unplaced, char* x, int64_t stride) {
   bool has_zeros = false;
