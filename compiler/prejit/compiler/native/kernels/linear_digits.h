@@ -175,7 +175,7 @@ inline Digits round_row(const float* x, int64_t inputs, bool is_wide, Store how,
     least_x = low[i] < least_x ? low[i] : least_x, largest_x = high[i] > largest_x ? high[i] : largest_x;
   bool is_finite = largest_of(size) < __builtin_inff();
   float half = largest_x / 2 - least_x / 2, middle = largest_x / 2 + least_x / 2;  // The whole may not be finite.
-  // A zero takes another sum, that of the weights. Sides that are nearly alike do without: they lose a seventeenth of the steps.
+  // A zero takes another sum, that of the weights. Sides nearly alike do without: they lose a seventeenth of the steps.
   bool is_even = is_wide || (middle < 0 ? -middle : middle) <= half / 16;
   if (is_even) half = largest_of(size);
   if (!is_finite || half < kLeastRange / 2) half = kLeastRange / 2;
