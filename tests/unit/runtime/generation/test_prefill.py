@@ -1,5 +1,6 @@
 """Prompts in chunks and together, and batches of other sizes: no text depends on them."""
 
+import math
 import os
 from functools import cache
 from types import SimpleNamespace
@@ -100,6 +101,25 @@ def test_chunks_are_shorter_where_usual_ones_take_long(
     batch.begin(request(TEXT[10:40], 2))
     batch.step(prefill_tokens=1000)
     assert order[0].split("-")[1] == f"t{size}"
+
+
+def test_as_many_positions_are_computed_as_there_are_slots(make_decoder, monkeypatch):
+    """Where no time is left: a step computes all slots, so most should not stay free."""
+    monkeypatch.setattr(continuous_batch, "_LONGEST_STALL_SECONDS", 0.0)
+    monkeypatch.setattr(continuous_batch, "_PREPARING_SECONDS", math.inf)
+    monkeypatch.setattr(continuous_batch, "_CPU_LEAST_TOKENS", 3)
+    made = make_decoder("gpt2", batch=(1, 8), prompt=(3,), context=(24,), draft_tokens=0)
+    with load(made, on_mismatch="error") as bundle:
+        bundle.prepare()
+        batch = Batch(bundle.decoder, 8)
+        batch.insert(request(TEXT[:3], 20))
+        batch.step()  # its first token
+        batch.step()
+        for _ in range(3):
+            batch.begin(request(TEXT[:3], 2))
+        while batch.step(prefill_tokens=1000)[0].usage.passes == 0:
+            pass
+        assert batch.entering == 1  # two prompts of three positions, then a step of eight slots
 
 
 def test_prompts_are_computed_together(wide_dir, monkeypatch):
