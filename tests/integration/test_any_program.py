@@ -344,6 +344,13 @@ def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_pa
     ):
         assert main([*begun, "--static", static]) == 2
         assert problem in capsys.readouterr().err
+    for name, output, problem in (
+        ("key.npy", "key.npy", "key.npy: cannot write results: File exists\n"),
+        ("none.npy", "results", "none.npy: cannot read an array: No such file or directory\n"),
+    ):
+        call = ["call", str(path), "normal", "-o", str(tmp_path / output)]
+        assert main([*call, "--arg", f"0={tmp_path / name}"]) == 6
+        assert problem in capsys.readouterr().err
 
 
 MLIR = "module {{ func.func @main(%x: {0}) -> {0} {{ return %x : {0} }} }}"

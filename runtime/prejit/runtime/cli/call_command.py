@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.cli.command_options import (
@@ -74,23 +75,22 @@ def call(
     files = _read_arguments(arg)
     bundle = load_bundle(path, **loading)
     given = _by_path(files, _arguments_of(bundle, program), program)
+    directory = Path(output)
+    with store_errors(directory, "write results"):
+        directory.mkdir(parents=True, exist_ok=True)
     chosen, results = bundle.call_by_path(program, given, _read_static(static, bundle, program))
     if check_finite:  # of what the caller gave: padding may give infinities
         from prejit.runtime.programs.watched_runs import refuse_odd
 
         for place, value in results.items():
             refuse_odd(f"{bundle.name}: {chosen.program.name}", place, value)
-    directory = Path(output)
     written = {}
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+    with store_errors(directory, "write results"):
         for place, value in results.items():
             # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
             name = pytree.dotted(place) or "result"
             np.save(directory / f"{name}.npy", _as_numpy_writes(value))
             written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
-    except OSError as error:  # its text names the file
-        raise StoreError(f"{directory}: cannot write results: {error}") from error
     if as_json:
         print_json(
             {
@@ -138,13 +138,12 @@ def _read_arguments(texts: Sequence[str]) -> dict[str, Any]:
                 f"--arg: expected each name once, found {name!r} twice",
                 hint="a part of a name that is a number is a place in a sequence",
             )
+        hint = "write it with numpy.save"
         try:
-            with open(file, "rb") as opened:
+            with store_errors(file, "read an array", hint=hint), open(file, "rb") as opened:
                 given[name] = npy.read_array(opened, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise StoreError(
-                f"{file}: cannot read an array: {error}", hint="write it with numpy.save"
-            ) from error
+        except (ValueError, EOFError) as error:
+            raise StoreError(f"{file}: cannot read an array: {error}", hint=hint) from error
     return given
 
 

@@ -84,28 +84,33 @@ def _ship(
 @_TARGETS
 @click.option(
     "--image",
-    "form",
     flag_value=IMAGE,
-    default="",
     help="Push an OCI image with the bundle in /models, which containerd, Docker and KServe mount.",
 )
 @click.option(
     "--modelpack",
-    "form",
     flag_value=MODELPACK,
     help="Push an artifact of titled files, as CNCF ModelPack has it, which CRI-O and podman mount.",
 )
 @VERBOSE
 @JSON
-def push(path: str, reference: str, targets: tuple[str, ...], form: str, as_json: bool) -> int:
+def push(
+    path: str,
+    reference: str,
+    targets: tuple[str, ...],
+    image: str | None,
+    modelpack: str | None,
+    as_json: bool,
+) -> int:
     """Push a bundle with all that is attached to it: only what the other side lacks."""
+    check_one({"--image": image, "--modelpack": modelpack})
     source = parse_reference(path)
     if source.is_remote:
         raise UsageError(
             f"{path}: expected a bundle on this machine, found a URL",
             hint=f"copy it: prejit copy {path} {reference}",
         )
-    return _ship(source, _destination(reference), targets, as_json, form)
+    return _ship(source, _destination(reference), targets, as_json, image or modelpack or "")
 
 
 @click.command(

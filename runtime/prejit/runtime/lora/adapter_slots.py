@@ -144,7 +144,7 @@ class Adapters:
             guess = did_you_mean(str(name), self._named)
             raise UsageError(
                 f"adapter: expected one that is loaded: {known}; found {arguments.described(name)}{guess}",
-                hint="load it with `bundle.adapters.load(name, path)`",
+                hint="load it first: `bundle.adapters.load(name, path)`, or POST /v1/load_lora_adapter",
             )
         if isinstance(given, Adapter) and found is not given:
             raise UsageError(

@@ -232,6 +232,8 @@ def _write_xprof(directory: Path, xspace: bytes) -> None:
 def _text(found: TimeLine) -> str:
     """Return how long it took, and the longest programs and kernels as tables."""
     head = f"recorded {found.seconds:.2f} s"
+    if not found.programs and not found.kernels:
+        return f"{head}: no program ran. Send requests meanwhile, or record longer: --seconds"
     if found.tokens:
         rate, each = found.tokens / found.seconds, found.seconds / found.tokens
         head += f": {found.tokens} new tokens, {rate:.0f} a second, {each * 1e3:.3g} ms each"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from prejit.runtime.base.wording import did_you_mean
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine
 from prejit.server.http.app import make_app
@@ -68,7 +69,12 @@ def replay(
     paths = _paths(log, logged, bundles)
     models = Models()
     for name, path in paths.items():
-        bundle = load(path)
+        try:
+            bundle = load(path)
+        except StoreError as error:
+            if not os.path.exists(path):
+                error.hint = f"if the bundle was moved, give its place: --bundle {name}=PATH"
+            raise
         engine = cast("Engine", WatchedEngine(name, Engine(bundle, queue=UNLIMITED), record))
         models.add(Served(name, bundle, engine, int(time.time())))
         served = [

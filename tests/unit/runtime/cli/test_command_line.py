@@ -78,6 +78,7 @@ def test_a_name_means_one_thing_in_all_commands_and_no_path_is_checked_early():
         ["generate", "b", "--prompt", "x", "--max-new-tokens", "many"],
         ["bench", "b", "--tolerance", "nan"],
         ["sign", "b"],
+        ["push", "b", "oci://h/r:v1", "--image", "--modelpack"],
     ],
 )
 def test_wrong_usage_ends_with_2(argv, capsys):

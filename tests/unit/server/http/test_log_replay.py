@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from prejit.runtime.errors import UsageError
-from prejit.server.http.log_replay import Report, _compare, _paths
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.server.http.log_replay import Report, _compare, _paths, replay
 from prejit.server.releases.request_player import calls_of
 from prejit.server.telemetry.requestlog import Entry, RecordedCall, describe_array
 
@@ -55,6 +55,15 @@ def test_a_bundle_takes_the_place_of_the_one_with_its_name():
     for name, message in ((None, "NAME=PATH"), ("c", "found 'c'")):
         with pytest.raises(UsageError, match=message):
             _paths("log", two, [(name, "/new")])
+
+
+def test_a_bundle_that_was_moved_is_asked_for(tmp_path):
+    log, moved = tmp_path / "log", str(tmp_path / "moved")
+    model = {"name": "a", "path": moved, "digest": "sha256:0"}
+    log.write_text(json.dumps({"event": "start", "models": [model]}) + "\n")
+    with pytest.raises(StoreError) as refused:
+        replay(str(log), [], print)
+    assert refused.value.hint == "if the bundle was moved, give its place: --bundle a=PATH"
 
 
 def test_calls_of_a_log_are_read_as_they_were_written():

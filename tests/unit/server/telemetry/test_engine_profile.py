@@ -14,12 +14,18 @@ from prejit.runtime import UsageError, load
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import NetworkError
 from prejit.server import Engine
+from prejit.server.cli.profile_command import _text
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.admin import make_admin
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry import profile_time_line
 from prejit.server.telemetry.engine_profile import Spans, XlaSession, read_recording, record
-from prejit.server.telemetry.profile_time_line import XlaEvent, read_time_line, trace_events
+from prejit.server.telemetry.profile_time_line import (
+    TimeLine,
+    XlaEvent,
+    read_time_line,
+    trace_events,
+)
 
 NEW = 12
 
@@ -152,6 +158,10 @@ def test_the_command_writes_a_trace_and_xprofs_files_and_calls_functions_on_zero
     assert {"score/b2"} <= {total["program"] for total in found["programs"]}
     with pytest.raises(NetworkError, match="cannot ask the server"):
         run(["profile", f"unix:{tmp_path / 'none'}"])
+
+
+def test_a_recording_of_nothing_says_so():
+    assert "no program ran" in _text(TimeLine(2.0, 0, (), (), ()))
 
 
 def test_a_server_records_at_its_admin_address_until_its_client_goes(bundle, engine):
