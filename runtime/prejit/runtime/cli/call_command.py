@@ -85,12 +85,13 @@ def call(
         for place, value in results.items():
             refuse_odd(f"{bundle.name}: {chosen.program.name}", place, value)
     written = {}
-    with store_errors(directory, "write results"):
-        for place, value in results.items():
-            # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
-            name = pytree.dotted(place) or "result"
-            np.save(directory / f"{name}.npy", _as_numpy_writes(value))
-            written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
+    for place, value in results.items():
+        # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
+        name = pytree.dotted(place) or "result"
+        file = directory / f"{name}.npy"
+        with store_errors(file, "write a result"):
+            np.save(file, _as_numpy_writes(value))
+        written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
     if as_json:
         print_json(
             {

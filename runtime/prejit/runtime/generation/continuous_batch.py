@@ -413,11 +413,13 @@ class Batch(Slots):
     def _in_time(self) -> int:
         """Return how many positions may be computed between two steps, if as fast as the last ones.
 
-        At least as many as a step computes, one for each slot. With fewer, most slots of a large batch would
-        stay free: texts would end as fast as others enter.
+        Not fewer than a step computes, one for each slot, if `prefill_tokens` are as many: else most slots of
+        a large batch would stay free, because texts would end as fast as others enter.
         """
         found = int(_LONGEST_STALL_SECONDS / self._position_seconds)
-        return found if found >= self.prefill_tokens else max(self._least_tokens, self.slots)
+        if found >= self.prefill_tokens:
+            return found
+        return max(self._least_tokens, min(self.slots, self.prefill_tokens))
 
     def _begin_turn(self) -> None:
         """Begin to count what is computed between two decode steps."""

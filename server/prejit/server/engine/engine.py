@@ -87,8 +87,8 @@ class Engine(OneProcess):
                 them; None: as much as the cache of the slots, and at most a quarter of what it leaves.
             prefill_tokens: how many positions of new prompts are computed between two decode steps; fewer
                 make the gaps between tokens shorter and first tokens later. Beside few texts that run,
-                it is more of them, for 0.25 s at most. None: 512 on an accelerator; on a CPU 64, or 32 where
-                64 take longer than that.
+                it is more of them, for 0.2 s at most. None: 512 on an accelerator; on a CPU 64, or 32, or one
+                for each slot, where 64 take longer than that.
             share_prefixes: let a prompt begin with what those of other clients have computed. A client that
                 guesses a prompt can then see that it was sent.
             room: what shares memory with other engines. This one begins asleep then; its requests wake it.
