@@ -79,7 +79,7 @@ class Batch(Slots):
             largest: the batch and the context that the cache may grow to, each one of the bundle's buckets;
                 None: as many slots as asked for, and the longest context.
             prefill_tokens: how many positions of prompts are computed between two decode steps (`begin`).
-                None: 512 on an accelerator; on a CPU 64, or 32 where 64 take more than 0.2 s.
+                None: 512 on an accelerator; on a CPU 64, or where 64 take more than 0.2 s, 32 or `slots`.
             prefixes: earlier prompts, and where to keep new ones; None: nothing is kept.
             together: how many rows a cache may have in which prompts are computed before they are copied,
                 if it is not the smallest batch.

@@ -104,7 +104,7 @@ def test_chunks_are_shorter_where_usual_ones_take_long(
 
 
 def test_as_many_positions_are_computed_as_there_are_slots(make_decoder, monkeypatch):
-    """Where no time is left: a step computes all slots, so most should not stay free."""
+    """A step computes all slots. So prompts fill them even where each takes more time than there is."""
     monkeypatch.setattr(continuous_batch, "_LONGEST_STALL_SECONDS", 0.0)
     monkeypatch.setattr(continuous_batch, "_PREPARING_SECONDS", math.inf)
     monkeypatch.setattr(continuous_batch, "_CPU_LEAST_TOKENS", 3)
