@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _give_up_stdout()  # the reader of our output has gone
         return 141
-    except OSError as error:  # a full disk behind stdout
+    except OSError as error:  # a full disk behind stdout, or the current directory was removed
         _give_up_stdout()
-        found = StoreError(f"{error.filename or 'standard output'}: {error.strerror}")
+        where = "current directory" if isinstance(error, FileNotFoundError) else "standard output"
+        found = StoreError(f"{error.filename or where}: {error.strerror}")
         print_text(found.describe(), file=sys.stderr)
         return found.exit_code
 

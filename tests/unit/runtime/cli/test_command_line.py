@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
 from importlib.metadata import version
 
@@ -12,6 +13,7 @@ import pytest
 from prejit.runtime import __main__
 from prejit.runtime.cli.command_options import byte_count
 from prejit.runtime.cli.commands import HOUSES, commands
+from prejit.runtime.errors import StoreError
 
 TOP = click.Context(commands, **commands.context_settings)
 
@@ -115,3 +117,11 @@ def test_an_earlier_result_and_a_pipe_without_a_reader_stay(tmp_path, capsys):
         assert __main__.main(["bench", "missing", "-o", str(place)]) == 6
         assert "missing: cannot open a bundle" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "earlier"
+
+
+def test_a_removed_current_directory_is_named(tmp_path):
+    command = f"{sys.executable} -m prejit.runtime check-model model:model"
+    script = f"mkdir gone && cd gone && rmdir ../gone && exec {command}"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == StoreError.exit_code
+    assert "current directory: No such file or directory" in done.stderr
