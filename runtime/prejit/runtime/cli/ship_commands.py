@@ -55,8 +55,8 @@ def _say(moved: Moved, where: Reference, seconds: float, as_json: bool) -> int:
     return 0
 
 
-def _destination(text: str) -> Reference:
-    """Return where to write. As `parse_reference`, and a registry without `oci://` is no new directory."""
+def _reference(text: str) -> Reference:
+    """Return where a bundle is. As `parse_reference`, but a registry without `oci://` is an error."""
     if _LIKE_REGISTRY.match(text) and not os.path.lexists(text.partition("/")[0]):
         raise UsageError(
             f"{text}: expected a URL or a path, found what looks like a registry",
@@ -104,13 +104,13 @@ def push(
 ) -> int:
     """Push a bundle with all that is attached to it: only what the other side lacks."""
     check_one({"--image": image, "--modelpack": modelpack})
-    source = parse_reference(path)
+    source = _reference(path)
     if source.is_remote:
         raise UsageError(
             f"{path}: expected a bundle on this machine, found a URL",
             hint=f"copy it: prejit copy {path} {reference}",
         )
-    return _ship(source, _destination(reference), targets, as_json, image or modelpack or "")
+    return _ship(source, _reference(reference), targets, as_json, image or modelpack or "")
 
 
 @click.command(
@@ -124,7 +124,7 @@ def push(
 @JSON
 def copy(source: str, target: str, targets: tuple[str, ...], as_json: bool) -> int:
     """Copy a bundle from one place to another."""
-    return _ship(parse_reference(source), _destination(target), targets, as_json)
+    return _ship(_reference(source), _reference(target), targets, as_json)
 
 
 @click.command(
@@ -151,7 +151,7 @@ def pull(
 
     The trust policies decide before the weights are fetched.
     """
-    source = parse_reference(reference)
+    source = _reference(reference)
     if not source.is_remote:
         raise UsageError(
             f"{reference}: expected a URL, found a path",
@@ -184,7 +184,7 @@ def pull(
 @JSON
 def ls(reference: str, as_json: bool) -> int:
     """List the tags of a repository, and the bundle that each leads to."""
-    tags = open_repository(parse_reference(reference)).tags()
+    tags = open_repository(_reference(reference)).tags()
     if as_json:
         print_json([asdict(each) for each in tags])
     else:
@@ -220,7 +220,7 @@ def rm(reference: str) -> int:
 
 
 def _remote(reference: str) -> Reference:
-    found = parse_reference(reference)
+    found = _reference(reference)
     if not found.is_remote:
         raise UsageError(f"{reference}: expected a URL of a registry or a bucket, found a path")
     return found

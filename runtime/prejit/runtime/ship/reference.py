@@ -117,6 +117,13 @@ def parse_reference(text: str) -> Reference:
     if not is_reference(text):
         if not text:
             raise UsageError("expected a reference to a bundle, found an empty text", hint=_FORMS)
+        scheme, colon, rest = text.partition(":")
+        if colon and scheme in SCHEMES:  # `oci:` of skopeo, or a lost slash
+            shown = without_login(f"{scheme}://{rest.lstrip('/')}")[:200]
+            raise UsageError(
+                f"{shown}: expected {scheme}://, found {scheme}:",
+                hint=f"give {shown}, or begin with ./ for a directory",
+            )
         return Reference("tar" if text.endswith(".tar") else "dir", text)
     scheme = text.partition("://")[0]
     shown = without_login(text)[:200]

@@ -13,7 +13,7 @@ import pytest
 from prejit.runtime import __main__
 from prejit.runtime.cli.command_options import byte_count
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.errors import StoreError
+from prejit.runtime.errors import StoreError, UsageError
 
 TOP = click.Context(commands, **commands.context_settings)
 
@@ -125,3 +125,10 @@ def test_a_removed_current_directory_is_named(tmp_path):
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == StoreError.exit_code
     assert "current directory: No such file or directory" in done.stderr
+
+
+def test_a_registry_without_its_scheme_is_no_path(capsys):
+    for command in ("pull", "ls", "rm", "copy"):
+        place = "registry.example.com/demo:v1"
+        assert __main__.main([command, place, *["x"][: command == "copy"]]) == UsageError.exit_code
+        assert f"give oci://{place}" in capsys.readouterr().err

@@ -32,6 +32,8 @@ def test_a_wrong_reference_is_refused_and_a_password_is_not_printed():
     for text, said in (
         ("", "empty"),
         ("ftp://host/a", "found ftp://"),
+        ("oci:/host/a:v1", "^oci://host/a:v1: expected oci://, found oci:\n"),
+        ("s3:bucket/a", "found s3:\n"),
         ("oci://host", "a host and a path"),
         ("oci://host/A", "lower-case"),
         ("oci://host/a:-x", "a tag of up to"),
@@ -43,7 +45,13 @@ def test_a_wrong_reference_is_refused_and_a_password_is_not_printed():
             parse_reference(text)
     assert str(parse_reference("https://me:secret@host/a")) == "https://host/a"
     me = "me:secret@host"
-    for text in (f"ftp://{me}/a", f"oci://{me}", f"https://{me}/a:-x", "az://b/a?sig=secret"):
+    for text in (
+        f"ftp://{me}/a",
+        f"https:/{me}/a",
+        f"oci://{me}",
+        f"https://{me}/a:-x",
+        "az://b/a?sig=secret",
+    ):
         with pytest.raises(UsageError) as raised:
             parse_reference(text)
         assert "secret" not in f"{raised.value} {raised.value.hint}"
