@@ -267,6 +267,8 @@ class BlobDirectory:
         hint = "write where this user may; $PREJIT_BUNDLES names the store of bundles"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space on that disk and try again: what arrived is kept"
+        elif error.errno == errno.ENOTDIR:
+            hint = "a file has this name: give a directory, or a file that ends in .tar"
         return StoreError(f"{self.path}: cannot write: {error.strerror}", hint=hint)
 
     def keep_only(self, held: Iterable[Descriptor]) -> None:

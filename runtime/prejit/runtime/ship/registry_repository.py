@@ -113,7 +113,7 @@ class Registry:
             found = kind or (config.get("mediaType") if isinstance(config, dict) else None)
             raise UsageError(
                 f"{where}: expected a bundle of prejit, found {found or at.mediaType!s:.200}",
-                hint="push one with: prejit push BUNDLE " + where,
+                hint="push the bundle under another tag, without --image and --modelpack",
             )
         if at.mediaType == INDEX_MEDIA_TYPE:
             index = check_index(content, where)

@@ -63,7 +63,7 @@ def replay(
     if not starts:
         raise UsageError(
             f"{log}: expected a line that says which bundles were served, found none",
-            hint="give the whole file that `prejit serve --log` wrote",
+            hint="give the whole file that `prejit serve --log` wrote, of a server that was ready",
         )
     logged = {each["name"]: each for start in starts for each in start["models"]}
     paths = _paths(log, logged, bundles)

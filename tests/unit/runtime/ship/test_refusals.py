@@ -13,6 +13,7 @@ from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_sto
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.ship import registry_repository, repository
+from prejit.runtime.ship.mounted_forms import IMAGE
 from prejit.runtime.ship.object_repository import ObjectRepository, open_objects
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
@@ -196,6 +197,16 @@ def test_a_web_server_that_takes_nothing_or_lacks_files_or_ranges(tmp_path):
     assert "prejit ls" not in str(raised.value.hint)
     expected = audited(GOLDEN / "call")
     assert audited(tmp_path / "back") == expected
+
+
+def test_a_file_in_place_of_a_directory_and_a_layout_of_an_image_are_named(tmp_path):
+    file = tmp_path / "demo.txt"
+    file.write_text("")
+    assert "a file has this name" in push(file)
+    moved(GOLDEN / "fleet", tmp_path / "image", form=IMAGE)
+    with pytest.raises(RejectError, match="found none") as raised:
+        audited(tmp_path / "image")
+    assert "another image" in str(raised.value.hint)
 
 
 def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(tmp_path, monkeypatch, use):

@@ -207,8 +207,11 @@ def test_what_is_no_bundle_and_what_is_another(fleet, tmp_path):
         with pytest.raises(UsageError, match="expected the digest"):
             moved(fleet, f"{at}:v1@sha256:{'a' * 64}")
         registry.manifests["fleet", "image"] = b'{"config":{"mediaType":"x/image"}}'
-        with pytest.raises(UsageError, match="expected a bundle of prejit, found x/image"):
+        with pytest.raises(
+            UsageError, match="expected a bundle of prejit, found x/image"
+        ) as raised:
             moved(f"{at}:image", tmp_path / "a")
+        assert "another tag" in str(raised.value.hint)  # the image stays, which pods mount
         with pytest.raises(StoreError, match="not found"):
             moved(f"{at}:v9", tmp_path / "b")
         # A registry that lies: another bundle's index under this digest.

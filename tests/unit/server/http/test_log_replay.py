@@ -66,6 +66,14 @@ def test_a_bundle_that_was_moved_is_asked_for(tmp_path):
     assert refused.value.hint == "if the bundle was moved, give its place: --bundle a=PATH"
 
 
+def test_a_log_of_a_server_that_was_never_ready_is_explained(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(json.dumps({"event": "request", "path": "/health/ready"}) + "\n")
+    with pytest.raises(UsageError) as refused:
+        replay(str(log), [], print)
+    assert "of a server that was ready" in str(refused.value.hint)
+
+
 def test_calls_of_a_log_are_read_as_they_were_written():
     for call in (tokens(1, 2), arrays(x=ARRAY), RecordedCall("generate", "demo", seed=5)):
         call.stats = {}
