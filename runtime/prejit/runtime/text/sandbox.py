@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from string import Formatter
 from typing import Any
 
 from jinja2 import (
@@ -31,6 +32,7 @@ from jinja2 import (
 )
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_format
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -43,8 +45,13 @@ MAX_CHARACTERS = 1 << 24
 MAX_BITS = 1 << 14
 """Maximum size of an integer in bits. Python's arithmetic on larger ones is slow."""
 
-_WIDE = re.compile(r"%[-+ #0]*(?:\d*\.)?(?:\*|\d{7})|\{[^{}]*:[^{}]*\d{7}")
-"""Matches a format, for `%` or str.format, whose width is a million or more or comes from a value."""
+_WIDE = re.compile(r"%[-+ #0]*(?:\d*\.)?(?:\*|\d{7})")
+_WIDE_NAMED = re.compile(r"\)[-+ #0]*(?:\d*\.)?\d{7}")  # behind the name in `%(name)s`
+_WIDE_BRACES = re.compile(r"\{|\d{7}")
+"""Match, in a format for `%` and in a part of one for str.format, widths of a million or more, and those
+that come from a value."""
+_MAX_DATE_CHARACTERS = 1 << 12
+"""Maximum size of a format of dates. Python gives a result up to 256 times as much memory."""
 
 
 def parse(sandbox: Sandbox, source: str) -> Template:
@@ -130,6 +137,8 @@ def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _budget.get().take_step()
         _check_numbers(function, (*args, *kwargs.values()))
+        if function is do_format:
+            _check_percents(str(args[0]))
         return _checked(function(*args, **kwargs))
 
     return bounded
@@ -178,6 +187,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > _MAX_DATE_CHARACTERS:
+        raise SecurityError(f"strftime_now: expected at most {_MAX_DATE_CHARACTERS} characters")
     return datetime.now().strftime(form)
 
 
@@ -243,6 +254,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _Dict()
         self.globals["namespace"] = _Namespace
+        del self.globals["lipsum"]  # one call writes random texts for as long as it is told
         for name, function in self.filters.items():
             self.filters[name] = _bounded_filter(function)
         self.filters |= {
@@ -274,6 +286,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _check_numbers(__obj, (*args, *kwargs.values()))
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may read an attribute: none that makes bytes, which have no limits."""
+        return attr not in ("encode", "to_bytes") and super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator for a template, unless the result would be huge."""
         _check_operation(operator, left, right)
@@ -283,7 +299,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Return str.format as Jinja's sandbox wraps it, after a check of the format."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _check_format(value.__self__)
+            _check_braces(value.__self__)
         return wrapped
 
 
@@ -291,8 +307,13 @@ def _filter(name: str, node: nodes.Node) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-def _check_format(form: str) -> None:
-    if _WIDE.search(form):
+def _check_percents(form: str) -> None:
+    if _WIDE.search(form) or ("%(" in form and _WIDE_NAMED.search(form)):
+        raise SecurityError("expected a format without large or variable widths")
+
+
+def _check_braces(form: str) -> None:
+    if any(_WIDE_BRACES.search(spec or "") for _, _, spec, _ in Formatter().parse(form)):
         raise SecurityError("expected a format without large or variable widths")
 
 
@@ -300,7 +321,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
     """Raise SecurityError for an operation with a huge result, before it runs."""
     if operator == "%":
         if isinstance(left, str):
-            _check_format(left)
+            _check_percents(left)
         return
     left_size, right_size = _size(left), _size(right)
     if isinstance(left, int) and isinstance(right, int):

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -296,6 +297,7 @@ ENDLESS = {
     "indent filter": "{{ 'x\\nx' | indent(99999999999) }}",
     "batch": "{{ [1] | batch(99999999999, 'x') | list }}",
     "slice": "{{ [1] | slice(99999999999) | list | length }}",
+    "random texts": "{{ lipsum(n=9999999) }}",
 }
 
 
@@ -305,6 +307,36 @@ def test_a_template_takes_no_server_down(what):
     with pytest.raises(UsageError, match="chat template 'default'"):
         render(ENDLESS[what])
     assert time.perf_counter() - started < 20
+
+
+WIDE = {
+    "format filter": "{{ '%99999999s' | format('x') }}",
+    "mapped format filter": "{{ ['%99999999s'] | map('format', 'x') | list }}",
+    "percent by name": "{{ '%(a)99999999s' % {'a': 'x'} }}",
+    "width by a value": "{{ '{:{}}'.format('x', '99999999') }}",
+    "width by two values": "{{ '{0[}]:{1}{2}}'.format({'}': 'x'}, '9999', '9999') }}",
+    "bytes": "{{ ('x'.encode() * 99999999) | length }}",
+    "bytes of a number": "{{ (1).to_bytes(99999999, 'big') | length }}",
+    "date": "{{ strftime_now('%099999999d' ~ 'x' * 999999) }}",
+}
+
+
+@pytest.mark.parametrize("what", WIDE)
+def test_what_is_too_wide_is_refused_before_it_is_made(what):
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match="chat template 'default'"):
+            render(WIDE[what])
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_formats_of_usual_widths_are_those_of_python():
+    source = (
+        "{{ '%-4s|%5.1f' | format('x', 2) }}{{ '{{{:>4}}}'.format('y') }}{{ '%(a)5s' % {'a': 1} }}"
+    )
+    assert render(source) == "x   |  2.0{   y}    1"
 
 
 def test_what_is_long_or_shared_is_not_taken_for_endless():
