@@ -106,9 +106,10 @@ class DirectoryRepository(_OneBundle):
         return files
 
     def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
-        with open(self._blobs.open(at.digest), "rb", buffering=0) as file:
-            file.seek(start)
-            while piece := file.read(PIECE_BYTES):
+        # A bundle of a machine's store, or one that is mounted, has its blobs elsewhere.
+        with Layout(self.name) as layout, layout.open_blob(at.digest, at.size) as (descriptor, _):
+            while piece := os.pread(descriptor, PIECE_BYTES, start):
+                start += len(piece)
                 yield piece
 
     def publish(self, shipment: Shipment, tag: str) -> None:

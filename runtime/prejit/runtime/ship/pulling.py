@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import RejectError, StoreError, UntrustedError
 from prejit.runtime.fallback_reporting import closest_target, mismatch
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor
@@ -165,10 +165,12 @@ def _find(
 ) -> Pulled | _Found:
     """Return the bundle that a reference means now. `held` keeps the store from being collected."""
     if reference.digest and (here := _held(reference.digest, store, wanted)):
-        store.note_use(reference.digest)
-        return here
+        with contextlib.suppress(UntrustedError):  # signatures may have been attached since
+            _check_trust(here, wanted, policies)
+            store.note_use(reference.digest)
+            return here
     if os.environ.get(OFFLINE, "") not in ("", "0"):
-        return _offline(reference, store, wanted)
+        return _offline(reference, store, wanted, policies)
     held.enter_context(store.writing())
     files = open_repository(reference).open(reference.tag, reference.digest)
     root = read_root(files)
@@ -204,7 +206,7 @@ def pull_into(
 
 
 def _chosen(
-    files: BundleFiles, root: Root, wanted: Wanted, policies: Sequence[str], where: str
+    files: LayoutFiles, root: Root, wanted: Wanted, policies: Sequence[str], where: str
 ) -> tuple[tuple[Descriptor, ...], bool]:
     """Return the targets that are wanted, which every policy lets run, and whether one loads them first."""
     if wanted.machine is None:
@@ -248,6 +250,13 @@ def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
     return None
 
 
+def _check_trust(here: Pulled, wanted: Wanted, policies: Sequence[str]) -> None:
+    """Raise UntrustedError where a policy refuses a bundle of the store with what is attached to it here."""
+    if policies:
+        with Layout(here.path) as layout:
+            _chosen(layout, read_root(layout), wanted, policies, str(here.path))
+
+
 def _index_of(layout: LayoutFiles, root: Root) -> Root:
     """Return a bundle with all targets of its index, those that are not here among them."""
     assert root.subject is not None
@@ -257,7 +266,9 @@ def _index_of(layout: LayoutFiles, root: Root) -> Root:
     return root._replace(bundle=check_index(content, root.path))
 
 
-def _offline(reference: Reference, store: MachineStore, wanted: Wanted) -> Pulled:
+def _offline(
+    reference: Reference, store: MachineStore, wanted: Wanted, policies: Sequence[str]
+) -> Pulled:
     digest = reference.digest or store.remembered(reference)
     found = _held(digest, store, wanted) if digest else None
     if found is None:
@@ -266,6 +277,7 @@ def _offline(reference: Reference, store: MachineStore, wanted: Wanted) -> Pulle
             f"{'what is wanted of ' + digest if digest else 'a bundle of this reference'}",
             hint="fetch it first, on this machine or another: prejit pull " + str(reference),
         )
+    _check_trust(found, wanted, policies)
     _log.warning("%s: offline: %s, as it was when last asked for", reference, digest)
     store.note_use(digest)
     return found

@@ -76,6 +76,25 @@ def test_a_policy_decides_before_the_weights_are_fetched(registry, store, signed
         assert loaded.digest
 
 
+def test_a_policy_decides_about_what_is_here_and_signatures_arrive_later(
+    registry, store, signed, tmp_path, monkeypatch
+):
+    at = f"oci://{registry.host}/call"
+    rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
+    policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
+    digest = pulled(registry, store, "call:v1").digest
+    refused = ["pull", f"{at}@{digest}", "--trust", str(policy)]
+    assert main(refused) == 5
+    with monkeypatch.context() as patch:
+        patch.setenv(OFFLINE, "1")
+        assert main(refused) == 5
+        assert main(["pull", f"{at}:v1", "--trust", str(policy)]) == 5
+    moved(signed, f"{at}:v1")
+    assert main(refused) == 0
+    with load(f"{at}@{digest}", trust=policy) as loaded:
+        assert loaded.digest == digest
+
+
 def test_making_room_removes_the_last_used_and_what_killed_transfers_left(registry, store):
     found = {name: pulled(registry, store, f"{name}:v1") for name in ("call", "decoder", "fleet")}
     for age, name in enumerate(found):

@@ -16,6 +16,8 @@ from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
+from prejit.runtime.ship.pulling import Wanted, pull
+from prejit.runtime.ship.reference import parse_reference
 
 from .conftest import GOLDEN, audited, keep, moved, place_at
 
@@ -103,6 +105,21 @@ def test_a_tar_for_sites_without_a_network_and_some_targets(fleet, tmp_path):
         with pytest.raises(UsageError, match="one target or all"):
             moved(fleet, f"{at}:two", "cuda-l4", "cpu-x86-64-v3")
     assert audited(tmp_path / "one").target_count == 1
+
+
+def test_a_bundle_of_the_store_or_with_blobs_beside_its_index_moves_on(fleet, store, tmp_path):
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/fleet:v1"
+        moved(fleet, at)
+        held = pull(parse_reference(at), store, Wanted()).path
+    moved(held, tmp_path / "copy")
+    flat = tmp_path / "flat"
+    shutil.copytree(fleet / "blobs" / "sha256", flat)
+    for name in ("index.json", "oci-layout"):
+        shutil.copy(fleet / name, flat)
+    moved(flat, tmp_path / "copy.tar")
+    moved(tmp_path / "copy.tar", tmp_path / "back")
+    assert content(tmp_path / "copy") == content(tmp_path / "back") == content(fleet)
 
 
 def test_images_of_another_tool_are_not_removed(fleet, tmp_path):
