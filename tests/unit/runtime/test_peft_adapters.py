@@ -1,7 +1,9 @@
 """An adapter is a stranger's file: what it says may neither hang the process nor be read in two ways."""
 
 import json
+import os
 import re
+import threading
 import time
 
 import numpy as np
@@ -13,6 +15,7 @@ from prejit.runtime.errors import CheckpointError, UntrustedError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.checks.adapter_stacks import StackPair
 from prejit.runtime.lora import peft_files
+from prejit.runtime.lora.adapter_trust import _signatures
 from prejit.runtime.lora.peft_files import read_adapter
 
 LLAMA = "model.layers.{}.self_attn.q_proj"
@@ -169,3 +172,14 @@ def test_a_matrix_with_two_names_is_refused_and_trust_is_asked_before_files_are_
     (tmp_path / "adapter_config.json").write_text("no JSON")
     with pytest.raises(UntrustedError, match="sha256:"):
         read_adapter(tmp_path, pairs(), refuse)
+
+
+def test_a_fifo_in_place_of_signatures_is_none(tmp_path):
+    os.mkfifo(tmp_path / peft_files.SIGNATURES)
+    found = list[object]()
+    thread = threading.Thread(
+        target=lambda: found.append(_signatures(tmp_path / peft_files.SIGNATURES)), daemon=True
+    )
+    thread.start()
+    thread.join(5)
+    assert found == [[]]

@@ -30,6 +30,7 @@ from prejit.compiler.manifest.valid_values import (
     expected,
 )
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
+from prejit.runtime.format.limits import MAX_MESH_DEVICES
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED, DRAFT
 
 Problems = Iterator[tuple[KeyPath, str]]
@@ -151,7 +152,7 @@ def _mesh_problems(data: dict[str, Any]) -> Problems:
     mesh, batches = table(data.get("mesh")), table(data.get("generate")).get("batch")
     for name in ("data", "tensor"):
         size = mesh.get(name)
-        if type(size) is int and size < 1:
+        if type(size) is int and not 0 < size <= MAX_MESH_DEVICES:
             yield ("mesh", name), wrong(expected(f"mesh.{name}"), size)
     if mesh and "encode" in data:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"

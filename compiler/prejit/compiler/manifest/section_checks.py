@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from prejit.compiler.base.suggestions import shown
@@ -17,7 +18,8 @@ from prejit.compiler.manifest.valid_values import (
     expected,
 )
 from prejit.runtime.format.arrays import MESH_AXES
-from prejit.runtime.format.release_limits import DEFAULT_SHARES, fraction_of
+from prejit.runtime.format.limits import MAX_MESH_DEVICES
+from prejit.runtime.format.release_limits import DEFAULT_SHARES, ReleaseLimits, fraction_of
 
 
 def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -123,7 +125,10 @@ def result_problems(encode: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 def slo_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Find limits that are no share, or no positive number."""
+    known = {each.name for each in fields(ReleaseLimits)}
     for name, value in table(data.get("slo")).items():
+        if name not in known:
+            continue  # pydantic reports it
         if name in DEFAULT_SHARES and isinstance(value, str):
             try:
                 fraction_of(value)
@@ -141,7 +146,7 @@ def axis_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
         problem = "expected none beside data, tensor or [generate]: data and tensor split a decoder"
         yield ("mesh", "axes"), problem
     for name, size in table(axes).items():
-        is_size = type(size) is int and size > 0
+        is_size = type(size) is int and 0 < size <= MAX_MESH_DEVICES
         if not is_size or not re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII):
             yield ("mesh", "axes", name), wrong(expected("mesh.axes"), {name: size})
     known = (*table(axes),) or MESH_AXES

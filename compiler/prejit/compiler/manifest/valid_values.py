@@ -9,6 +9,7 @@ from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.base.suggestions import did_you_mean
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.targets.cpu_count import MAX_CPUS
+from prejit.runtime.format.limits import MAX_MESH_DEVICES
 from prejit.runtime.format.release_limits import DEFAULT_SHARES, ReleaseLimits
 
 KeyPath = tuple[str | int, ...]
@@ -141,7 +142,7 @@ _EXPECTED = {
     },
     "mesh": "a [mesh] table with data and tensor, or axes",
     "mesh.axes": "a table of names and sizes such as { fsdp = 2, tp = 4 }",
-    **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
+    **{f"mesh.{key}": f"an integer of 1 to {MAX_MESH_DEVICES}" for key in ("data", "tensor")},
     **{f"generate.{name}": SIZES for name in _BUCKETS},
     **{f"generate.{name}[]": SIZE for name in _BUCKETS},
     "generate.draft_tokens": f"an integer of 0 to {MAX_DRAFT}, below every context",

@@ -136,7 +136,8 @@ def _from_json(
     try:
         value: T = _reader(typing.cast(Any, cls))(plain, (None, "$"))
     except (TypeError, ValueError) as error:
-        raise RejectError(path, str(error)) from error
+        in_python = ".__init__() missing 1 required positional argument: "
+        raise RejectError(path, str(error).replace(in_python, ": expected the key ")) from error
     return value, plain
 
 

@@ -61,6 +61,8 @@ def _decision(policy: Policy, target: TrustTarget, path: Path) -> Decision:
 
 def _signatures(file: Path) -> list[bytes]:
     """Return the lines of the file of signatures; none if there is no file."""
+    if not file.is_file():  # to open a FIFO would wait for ever
+        return []
     try:
         with file.open("rb") as opened:
             return opened.read(MAX_SIGNATURES * MAX_ENVELOPE_BYTES).splitlines()[:MAX_SIGNATURES]

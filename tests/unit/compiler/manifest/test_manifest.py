@@ -193,6 +193,9 @@ args = { => donate = ["y"]\npad = ["bach"]\nshardings = { x = ["rows"] }\nstatic
     21: mesh.axes: expected none beside data, tensor or [generate]: data and tensor split a decoder
     21: mesh.axes.tp: expected a table of names and sizes such as ... ; found {"tp": 0}
     21: mesh.axes.t-p: expected a table of names and sizes such as ... ; found {"t-p": 2}
+[[target]] => [mesh]\ndata = 0\ntensor = 99999999999\n[[target]]
+    21: mesh.data: expected an integer of 1 to 4096; found 0
+    22: mesh.tensor: expected an integer of 1 to 4096; found 99999999999
 "score.safetensors" => "score.safetensor"
     18: program[0].params: expected a .safetensors ... ; found none (did you mean "score.safetensors"?)
 name = "cpu-x86-64-v3" => name = "cpu-host"\n[[target]]\nname = "cpu-host"
@@ -213,11 +216,12 @@ name = "demo" => name = "demo.report.json"
 "cpu-x86-64-v3" => "cpu-x86-64-v3"\ngpu = { core_count = 1, bandwidth_bytes = 1, l2_bytes = 1, clock = 1 }
     22: target[0].gpu.clock_mhz: missing; expected an integer
     22: target[0].gpu.clock: unknown key (did you mean "clock_mhz"?) ...
-"cpu-x86-64-v3" => "cpu-x86-64-v3"\n[slo]\np95_ms = 0\nmax_slower = "7.5"\nmax_larger = 5\nfirst_tokn_ms = 9
+"cpu-x86-64-v3" => "cpu-x86-64-v3"\n[slo]\np95_ms = 0\nmax_slower = "7.5"\nmax_larger = 5\nfirst_tokn_ms = 9\nnought = 0
     23: slo.p95_ms: expected an integer of 1 or more; found 0
     24: slo.max_slower: expected a share such as "5%"; found "7.5"
     25: slo.max_larger: expected a share such as "5%"; found 5
     26: slo.first_tokn_ms: unknown key (did you mean "first_token_ms"?) ...
+    27: slo.nought: unknown key; allowed: ...
 """  # noqa: E501
 """What is written in place of what, and the lines of the error, in which ... stands for any text."""
 LARGE = (

@@ -111,6 +111,8 @@ def test_what_is_no_fingerprint_says_how_to_get_one(content, tmp_path):
         Fingerprint.read(tmp_path / "machine.json")
     assert caught.value.path == str(tmp_path / "machine.json")
     assert "prejit fingerprint >" in (caught.value.hint or "")
+    assert "__init__" not in str(caught.value)
+    assert content != b"{}" or "Fingerprint: expected the key 'platform'" in str(caught.value)
 
 
 CASES = {

@@ -6,6 +6,7 @@ A file is checked before anything compiles: one with a mistake would fail where 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def read_layers(space: Workspace) -> Iterator[PackedLayer]:
     plan, manifest = space.plan, space.plan.manifest
     if plan.model is not None:
         directory, decodes = plan.model.transformer, plan.model.layout is None
+        _check_links(directory)
         if decodes:
             special_ids(directory, limits.MAX_SIZE, own=manifest.has_own_model)
         tokenizer, generation = directory / "tokenizer.json", directory / "generation_config.json"
@@ -103,6 +105,19 @@ def read_layers(space: Workspace) -> Iterator[PackedLayer]:
         with store_errors(path, "read the licence"):
             content = path.read_bytes()
         yield bundle_files.layer(LICENSE_MEDIA_TYPE, content, "LICENSE")
+
+
+def _check_links(directory: Path) -> None:
+    """Refuse links to files that are gone: copies of the Hub's cache without what its links lead to.
+
+    A model may be without a tokenizer. One that has lost it would be built without it, and say nothing.
+    """
+    for file in sorted((*directory.glob("*.json"), *directory.glob("*.jinja"))):
+        if file.is_symlink() and not file.exists():
+            raise CheckpointError(
+                f"{file}: expected a file, found a link to {os.readlink(file)}, which is not there",
+                hint="copy the model with what its links lead to (cp -rL), or remove the link",
+            )
 
 
 def _read(path: Path) -> bytes:

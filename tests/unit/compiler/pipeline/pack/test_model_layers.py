@@ -24,6 +24,7 @@ from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.model_layers import (
     check_generation,
     other_tokenizers,
+    read_layers,
     special_ids,
     unread_settings,
     unread_similarity,
@@ -248,6 +249,21 @@ def test_an_encoder_whose_bits_are_measured_is_hashed_once(tmp_path, monkeypatch
     again = find_published(manifest, plan.model)
     assert pack_weights(space, again, {}, lambda space, checkpoint: None) == layer
     assert dict(again.files) == {path.name: digest_of(path.read_bytes()) for path in sizes}
+
+
+def test_a_link_to_a_file_that_is_gone_is_refused(tmp_path):
+    store = DirectoryStore.open(tmp_path / "cache")
+    space = Workspace.of(plan_build(planned(tmp_path), store), store, Quiet())
+    assert not list(read_layers(space))
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        link = tmp_path / "model" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to("../blobs/gone")
+        with pytest.raises(
+            CheckpointError, match=rf"{name}: expected a file, found a link to \.\."
+        ):
+            list(read_layers(space))
+        link.unlink()
 
 
 def test_a_configuration_that_changes_after_the_plan_is_refused(tmp_path):
