@@ -83,14 +83,17 @@ def test_a_policy_decides_about_what_is_here_and_signatures_arrive_later(
     rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
     policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
     digest = pulled(registry, store, "call:v1").digest
-    refused = ["pull", f"{at}@{digest}", "--trust", str(policy)]
-    assert main(refused) == 5
-    with monkeypatch.context() as patch:
-        patch.setenv(OFFLINE, "1")
-        assert main(refused) == 5
-        assert main(["pull", f"{at}:v1", "--trust", str(policy)]) == 5
+
+    def allowed(reference):
+        return pull(parse_reference(reference), store, Wanted(), [str(policy)])
+
+    for offline, reference in (("0", f"{at}@{digest}"), ("1", f"{at}@{digest}"), ("1", f"{at}:v1")):
+        monkeypatch.setenv(OFFLINE, offline)
+        with pytest.raises(UntrustedError):
+            allowed(reference)
+    monkeypatch.setenv(OFFLINE, "0")
     moved(signed, f"{at}:v1")
-    assert main(refused) == 0
+    assert allowed(f"{at}@{digest}").digest == digest
     with load(f"{at}@{digest}", trust=policy) as loaded:
         assert loaded.digest == digest
 
