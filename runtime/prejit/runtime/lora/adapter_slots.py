@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -52,6 +52,12 @@ class Adapter:
     rank: int
     slot: int
     holder: object = field(repr=False)
+
+
+class Kept(NamedTuple):
+    """An adapter for calls that belong together, whatever is unloaded or loaded between them."""
+
+    adapter: Adapter
 
 
 class Adapters:
@@ -130,12 +136,18 @@ class Adapters:
             del self._named[self[name].name]
             del self.chosen[name]
 
-    def __getitem__(self, name: str | Adapter) -> Adapter:
-        """Return a loaded adapter.
+    def keep(self, name: str) -> Kept:
+        """Return a loaded adapter as the option of several calls. Errors as those of a name."""
+        return Kept(self[name])
+
+    def __getitem__(self, name: str | Adapter | Kept) -> Adapter:
+        """Return a loaded adapter, or one that was kept.
 
         Raises:
             UsageError: there is none of this name, or it is another than the one given.
         """
+        if isinstance(name, Kept):
+            return name.adapter
         given = name
         if isinstance(name, Adapter):
             name = name.name

@@ -111,6 +111,7 @@ def asked(
     Raises:
         ModelNotFoundError, ApiError: there is no such model, it does not continue texts, or the request asks
             for more tokens than the server's limit.
+        UsageError: the adapter was unloaded in this moment.
     """
     served = asked_model(models, body.model)
     need_text_model(served)
@@ -120,7 +121,8 @@ def asked(
         "logprobs": logprobs,
     }
     if served.adapter:
-        options["adapter"] = served.adapter
+        # One for all calls: it may be unloaded, and its name given to another, between them.
+        options["adapter"] = served.bundle.adapters.keep(served.adapter)
     return AskedTexts(request, settings, served, body, options)
 
 
