@@ -287,7 +287,7 @@ def imitate(exact: nnx.Module, stored: nnx.Module) -> None:
     """Let the products of a float32 module round x as the kernels of a stored one do."""
     narrow = {name: dtype.name for name, _, dtype in _narrow_parts(stored)}
     for path, part in nnx.iter_modules(exact):
-        if isinstance(part, Linear):
+        if isinstance(part, Linear | Embedding):
             part.imitated = narrow.get(_name(path), "")
 
 

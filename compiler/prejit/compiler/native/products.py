@@ -39,7 +39,7 @@ hundred times as long as the kernel."""
 class Product:
     """A matrix product: [rows, inputs] x [inputs, outputs].
 
-    `rounds_rows` says that x may be rounded to int8, beside an int8 matrix of a layer.
+    `rounds_rows` says that x may be rounded to int8, beside an int8 matrix of a model that we know.
     """
 
     dtype: str

@@ -102,8 +102,7 @@ class TextDecoder(nnx.Module):
         """See DecoderModel. `images` are those among the new tokens, of a model that reads images."""
         new = NewTokens(start, length, tokens.shape[1], every)
         model = part_of(self, self.names.model)
-        with kernel_calls.rounding_rows():  # the head keeps more bits: it chooses tokens
-            x, cache = model(tokens, new, cache, images)
+        x, cache = model(tokens, new, cache, images)
         tied = part_of(model, self.names.embedding).logits
         logits = getattr(self, self.names.head, tied)(x if every else x[:, 0])
         if self.logit_scale is not None:

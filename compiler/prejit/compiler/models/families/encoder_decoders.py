@@ -28,7 +28,6 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.models.families import sentence
-from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.attention import (
     LayerCache,
     NewTokens,
@@ -173,11 +172,10 @@ def _written(
 ) -> tuple[jax.Array, TextCache]:
     """Return what the blocks of a decoder make of x [B, T, D], and the cache."""
     layers: list[BlockCache] = []
-    with kernel_calls.rounding_rows():
-        for block, layer in zip(blocks, cache, strict=True):
-            last = len(layers) == len(cache) - 1
-            x, layer = block.write(x, new, layer, attend_source, last=last, bias=bias)
-            layers.append(layer)
+    for block, layer in zip(blocks, cache, strict=True):
+        last = len(layers) == len(cache) - 1
+        x, layer = block.write(x, new, layer, attend_source, last=last, bias=bias)
+        layers.append(layer)
     return x, tuple(layers)
 
 
@@ -268,11 +266,10 @@ class T5(nnx.Module):
             return attention(query, layer, _last(length), scale=1.0, bias=bias)
 
         x = self.shared(source)
-        with kernel_calls.rounding_rows():
-            for block in blocks:
-                x = block.read(x, attend)
-            x, decoder = self.encoder.final_layer_norm(x), self.decoder.block
-            return length, tuple(block.make_cache(x, positions, dtype) for block in decoder)
+        for block in blocks:
+            x = block.read(x, attend)
+        x, decoder = self.encoder.final_layer_norm(x), self.decoder.block
+        return length, tuple(block.make_cache(x, positions, dtype) for block in decoder)
 
     def __call__(
         self,
@@ -424,9 +421,8 @@ class Whisper(nnx.Module):
         """
         self.source(len(source), source.shape[2])
         blocks = self.model.decoder.layers
-        with kernel_calls.rounding_rows():
-            x = self.hidden(source)
-            return tuple(block.make_cache(x, positions, dtype) for block in blocks)
+        x = self.hidden(source)
+        return tuple(block.make_cache(x, positions, dtype) for block in blocks)
 
     def hidden(self, source: jax.Array) -> jax.Array:
         """Return what the encoder says of spectrograms [B, mel bins, N]: [B, N / 2, width]."""

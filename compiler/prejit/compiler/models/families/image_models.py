@@ -27,7 +27,6 @@ from prejit.compiler.models.families.sentence import (
     product,
 )
 from prejit.compiler.models.families.sentence_layout import SentenceLayout
-from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
 
@@ -88,8 +87,7 @@ class SingleTower(ImageModel):
     def image(self, pixels: jax.Array) -> jax.Array:
         """See ImageModel."""
         tower: ImageTower = getattr(self, self.tower)
-        with kernel_calls.rounding_rows():
-            x = tower(pixels)
+        x = tower(pixels)
         pooled = x[:, 0]
         if not self.labels:
             return pooled
@@ -192,8 +190,7 @@ class TwoTowers(WholeEncoder, ImageModel):
 
     def image(self, pixels: jax.Array) -> jax.Array:
         """See ImageModel."""
-        with kernel_calls.rounding_rows():
-            x = self.vision_model(pixels)
+        x = self.vision_model(pixels)
         if not self.family.projection:
             return normalized(self.vision_model.head(x))
         return normalized(getattr(self, self.family.projection[1])(x[:, 0]))

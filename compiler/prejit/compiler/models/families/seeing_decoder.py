@@ -20,7 +20,6 @@ from prejit.compiler.models.families.image_processing import ImageProcessing
 from prejit.compiler.models.families.image_table import SIGLIP_IMAGE
 from prejit.compiler.models.families.image_towers import ImageTower
 from prejit.compiler.models.families.sentence import product
-from prejit.compiler.models.layers import kernel_calls
 from prejit.compiler.models.layers.linear import RMSNorm
 from prejit.compiler.models.parameters import part_of, place
 
@@ -61,8 +60,7 @@ class SeeingDecoder(TextDecoder):
 
     def image(self, pixels: jax.Array) -> jax.Array:
         """Map pixels, uint8 [B, H, W, 3], to the embeddings of tokens, float32 [B, T * D']."""
-        with kernel_calls.rounding_rows():
-            x = part_of(self, self._tower)(pixels)
+        x = part_of(self, self._tower)(pixels)
         found = part_of(self, self._projector)(x)
         return found.reshape(len(found), -1)
 

@@ -156,8 +156,7 @@ class WholeEncoder(nnx.Module):
             return _chain(parts[0](*inputs), parts[1:])
         length, x = inputs
         if kind == "layer":
-            with kernel_calls.rounding_rows():
-                return parts[0](x, length, *parts[1:])
+            return parts[0](x, length, *parts[1:])
         count = len(parts) - len(self.ending)
         return self.finish(parts[count:], _chain(x, parts[:count]), length)
 

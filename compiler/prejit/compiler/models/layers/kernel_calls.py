@@ -4,8 +4,8 @@ A portable program uses XLA's forms only. For a CPU target with a kernel library
 second time with calls of native kernels; `using` makes that choice known to the layers. In such a program
 every form, XLA's too, rounds x to bfloat16 where the matrix is bfloat16 (kernels/linear.h), so that the
 forms of a product differ in the order of its sums only. A portable program has no kernel to agree with and
-does not round x. Beside an int8 matrix of a layer x is rounded to int8 (kernels/linear_integers.h), beside
-one of a head to 16 bits; these products have no other form.
+does not round x. Beside an int8 matrix x is rounded to int8, or to 16 bits in a model of the user
+(kernels/linear_integers.h); these products have no other form.
 """
 
 from __future__ import annotations
@@ -310,7 +310,6 @@ class Forms:
 
 _FORMS: ContextVar[Forms | None] = ContextVar("forms", default=None)
 _OUT_IN: ContextVar[bool] = ContextVar("out_in", default=False)
-_ROUNDS_ROWS: ContextVar[bool] = ContextVar("rounds_rows", default=False)
 
 T = TypeVar("T")
 
@@ -343,16 +342,6 @@ def are_stored_out_in() -> bool:
 def has_kernels() -> bool:
     """Return whether the program that is traced now may call kernels."""
     return _FORMS.get() is not None
-
-
-def rounding_rows() -> AbstractContextManager[Any]:
-    """Let products with int8 matrices round x to int8 inside the block: those of layers, not of heads."""
-    return while_tracing(_ROUNDS_ROWS, True)
-
-
-def rounds_rows() -> bool:
-    """Return whether products with int8 matrices may round x to int8."""
-    return _ROUNDS_ROWS.get()
 
 
 def form_of(product: Product) -> str | None:

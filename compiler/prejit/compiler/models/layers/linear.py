@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import int4_words, kernel_calls
 from prejit.compiler.models.layers.row_adapters import StackPlace, are_changed, changed
-from prejit.compiler.native.products import KERNEL, KERNEL_OF, LOOP, WIDENED, Product
+from prejit.compiler.native.products import KERNEL_OF, LOOP, WIDENED, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -101,16 +101,10 @@ class Linear(nnx.Module):
                 return compute(activation=activation, residual=residual)
             y = compute()
         else:
-            y = self._dot(self._imitating(x))
+            y = self._dot(_imitating(self.imitated, x))
             y = y if self.bias is None else y + self.bias[...]
         y = y if activation is None else ACTIVATIONS[activation](y)
         return y if residual is None else residual + y
-
-    def _imitating(self, x: jax.Array) -> jax.Array:
-        """Return x as the kernels of the imitated dtype round it."""
-        if self.imitated == "int8" and kernel_calls.rounds_rows():
-            return rounded(x)
-        return rounded_groups(x) if self.imitated == "int4" else x
 
     def form(self, x: jax.Array) -> str | None:
         """Return the form of the product with x; None if `dot` is to choose."""
@@ -120,8 +114,7 @@ class Linear(nnx.Module):
         """Return the product with x."""
         stored, rows = stored_as(self.weight.dtype), math.prod(x.shape[:-1])
         in_out = self.in_out and stored.words is None
-        rounds_rows = stored.name == "int8" and kernel_calls.rounds_rows()
-        return Product(stored.name, rows, self.inputs, self.outputs, in_out, rounds_rows)
+        return Product(stored.name, rows, self.inputs, self.outputs, in_out, stored.name == "int8")
 
     @property
     def operand(self) -> kernel_calls.Operand:
@@ -206,6 +199,7 @@ class Embedding(nnx.Module):
     def __init__(self, number: int, width: int) -> None:
         self.weight = nnx.Param(jnp.zeros((number, width)))
         self.weight_scale: nnx.Param[jax.Array] | None = None
+        self.imitated = ""  # as that of a Linear
 
     def __call__(self, index: jax.Array) -> jax.Array:
         """Return the rows of an int32 [...] index, float32 [..., D]; indexes are clipped to the table."""
@@ -218,9 +212,10 @@ class Embedding(nnx.Module):
         """Return the product of x [..., D] with every row, as a tied head computes it: [..., number]."""
         weight = self.weight[...]
         form = kernel_calls.form_of(_product(x, weight, self.contracted))
-        if form == KERNEL:
+        if form in KERNEL_OF:
             scale = None if self.weight_scale is None else self.weight_scale[...]
-            return kernel_calls.linear(x, kernel_calls.Operand(weight, scale))
+            return kernel_calls.linear(x, kernel_calls.Operand(weight, scale), form=form)
+        x = _imitating(self.imitated, x)
         return scaled(dot(x, weight, self.contracted, form), self.weight_scale)
 
 
@@ -242,8 +237,15 @@ def scaled(y: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
 
 def _product(x: jax.Array, weight: jax.Array, contracted: int) -> Product:
     inputs, outputs = weight.shape[contracted], weight.shape[1 - contracted]
-    rows = math.prod(x.shape[:-1])
-    return Product(str(weight.dtype), rows, inputs, outputs, contracted == 0)
+    rows, dtype = math.prod(x.shape[:-1]), str(weight.dtype)
+    return Product(dtype, rows, inputs, outputs, contracted == 0, dtype == "int8")
+
+
+def _imitating(dtype: str, x: jax.Array) -> jax.Array:
+    """Return x as the kernels of a dtype round it."""
+    if dtype == "int8":
+        return rounded(x)
+    return rounded_groups(x) if dtype == "int4" else x
 
 
 def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = None) -> jax.Array:
