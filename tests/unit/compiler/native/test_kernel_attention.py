@@ -230,6 +230,23 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels, tokens):
         np.testing.assert_array_equal(run(row, kernels)[0][0], together[b])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
+@pytest.mark.parametrize("window", [0, 70])
+def test_a_token_gets_the_same_bits_alone_and_in_a_prompt(kernels, dtype, window):
+    size, tokens = {"kv_heads": 2, "group": 2, "size": 40, "slots": 400}, 300
+    at = {"start": np.zeros(1, np.int32), "length": np.full(1, tokens)}
+    case = drawn(8, **size, tokens=tokens, dtype=dtype, window=window, **at)
+    prompt, keys, values = run(case, kernels)
+    for token in (0, 1, 63, 64, 65, 200, 299):
+        one = {
+            name: getattr(case, name)[:, token : token + 1]
+            for name in ("query", "new_keys", "new_values")
+        }
+        place = {"start": np.int32([token]), "query_start": np.int32([token])}
+        alone = replace(case, **one, **place, length=np.int32([1]), keys=keys, values=values)
+        np.testing.assert_array_equal(run(alone, kernels)[0][0, 0], prompt[0, token])
+
+
 def test_what_is_no_number_reaches_those_who_see_it_alone(kernels):
     for tokens in (1, 5, 40):
         at = {"start": np.array([258, 7]), "length": np.full(2, tokens)}

@@ -140,9 +140,8 @@ class Decoder {
     if (memory == nullptr) return false;
     tile->place(static_cast<float*>(memory), tile_rows_, call_.size);
     tile->rows = share.valid;
-    tile->few = rows_ <= kFewRows;
     tile->rounds = sizeof(E) == sizeof(Bf16);
-    tile->pairs = tile->rounds && !tile->few && has_pairs();
+    tile->pairs = tile->rounds && has_pairs();
     tile->cap = call_.cap;
     const int64_t width = call_.query_width ? call_.query_width : call_.heads;
     for (int64_t r = 0; r < share.valid; ++r) {

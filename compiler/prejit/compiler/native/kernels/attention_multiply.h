@@ -5,13 +5,12 @@
 
 namespace prejit::attention {
 
-// C = [C +] A B. A: [rows, depth] of float32; B: [depth, columns]; C: [rows, columns], columns whole vectors.
-template <typename E>
+// C = [C +] A B. A: [rows, depth]; B: [depth, columns]; C: [rows, columns], columns whole vectors.
 struct Product {
   int64_t depth;
   const float* a;
   int64_t a_stride;
-  const E* b;
+  const float* b;
   int64_t b_stride;
   float* c;
   int64_t c_stride;
@@ -19,11 +18,11 @@ struct Product {
 };
 
 // Multiplies R rows of A with N vectors of columns: R * N sums stay in registers.
-template <int R, int N, typename E>
-PREJIT_INLINE void multiply_block(const Product<E>& p, int64_t row, int64_t column) {
+template <int R, int N>
+PREJIT_INLINE void multiply_block(const Product& p, int64_t row, int64_t column) {
   Floats total[R][N] = {};
   const float* a = p.a + row * p.a_stride;
-  const E* b = p.b + column;
+  const float* b = p.b + column;
   for (int64_t i = 0; i < p.depth; ++i) {
     Floats line[N];
     for (int n = 0; n < N; ++n) line[n] = load(b + i * p.b_stride + n * kLanes);
@@ -40,8 +39,8 @@ PREJIT_INLINE void multiply_block(const Product<E>& p, int64_t row, int64_t colu
   }
 }
 
-template <int N, typename E>
-static void multiply_columns(const Product<E>& p, int64_t rows, int64_t column) {
+template <int N>
+static void multiply_columns(const Product& p, int64_t rows, int64_t column) {
   int64_t row = 0;
   for (; row + 6 <= rows; row += 6) multiply_block<6, N>(p, row, column);
   for (; row + 4 <= rows; row += 4) multiply_block<4, N>(p, row, column);
@@ -49,8 +48,7 @@ static void multiply_columns(const Product<E>& p, int64_t rows, int64_t column) 
   if (row < rows) multiply_block<1, N>(p, row, column);
 }
 
-template <typename E>
-static void multiply(const Product<E>& p, int64_t rows, int64_t columns) {
+static void multiply(const Product& p, int64_t rows, int64_t columns) {
   constexpr int kWide = kLanes == 16 ? 4 : 2;  // with 6 rows the sums fill 24 of 32 registers, or 12 of 16
   int64_t column = 0;
   if (rows == 1) {  // one row needs more columns, or each addition waits for the one before

@@ -14,10 +14,10 @@ inline bool has_pairs() { return multiplier() == Multiplier::kAvx512Bf16; }
 
 PREJIT_INLINE void pack_pairs(float*, int64_t) {}
 template <typename E>
-PREJIT_INLINE void copy_pairs_transposed(const E*, int64_t, int64_t, int64_t, int64_t, float*) {}
+PREJIT_INLINE void copy_pairs_transposed(const Rows<E>&, int64_t, int64_t, float*) {}
 template <typename E>
-PREJIT_INLINE void copy_paired_rows(const E*, int64_t, int64_t, int64_t, float*) {}
-inline void multiply_pairs(const Product<float>&, int64_t, int64_t) {}
+PREJIT_INLINE void copy_paired_rows(const Rows<E>&, int64_t, float*) {}
+inline void multiply_pairs(const Product&, int64_t, int64_t) {}
 
 #else
 
@@ -33,13 +33,13 @@ PREJIT_INLINE void pack_pairs(float* row, int64_t count) {
 // Copies rows as columns of pairs: element [h, s] are the numbers 2 h and 2 h + 1 of row s; zeros behind the last
 // number of a row, and behind the last column up to a whole vector. Columns are `width` pairs apart.
 template <typename E>
-PREJIT_INLINE void copy_pairs_transposed(const E* from, int64_t stride, int64_t count, int64_t size, int64_t width,
-                                         float* to) {
-  for (int64_t s = 0; s < count; s += kLanes) {
+PREJIT_INLINE void copy_pairs_transposed(const Rows<E>& rows, int64_t size, int64_t width, float* to) {
+  for (int64_t s = 0; s < rows.count; s += kLanes) {
     for (int64_t h = 0; h < size; h += 2 * kLanes) {
       Floats square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        square[i] = s + i < count ? load_pairs(from + (s + i) * stride + h, size - h) : Floats{};
+        square[i] = s + i < rows.count ? load_pairs(rows.first + (s + i) * rows.stride + h, size - h) : Floats{};
+        if (h == 0) rows.fetch_behind(s + i, size);
       }
       transpose(square);
       for (int i = 0; i < kLanes; ++i) store(to + (h / 2 + i) * width + s, square[i]);
@@ -50,19 +50,22 @@ PREJIT_INLINE void copy_pairs_transposed(const E* from, int64_t stride, int64_t 
 // Copies rows side by side: element [s, h] are number h of the rows 2 s and 2 s + 1; zeros in place of a last row
 // that is missing, and behind the last number up to a whole vector.
 template <typename E>
-PREJIT_INLINE void copy_paired_rows(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
-  for (int64_t s = 0; s < count; s += 2, from += 2 * stride) {
+PREJIT_INLINE void copy_paired_rows(const Rows<E>& rows, int64_t size, float* to) {
+  const E* from = rows.first;
+  for (int64_t s = 0; s < rows.count; s += 2, from += 2 * rows.stride) {
+    rows.fetch_behind(s, size);
+    rows.fetch_behind(s + 1, size);
     for (int64_t h = 0; h < size; h += kLanes, to += kLanes) {
       // A bfloat16 is the upper half of what is loaded.
-      const Bits first = reinterpret_cast<Bits>(rounded(load_some(from + h, size - h)));
-      const Floats next = s + 1 < count ? rounded(load_some(from + stride + h, size - h)) : Floats{};
+      const Bits first = reinterpret_cast<Bits>(widened(from, h, size, 1, true));
+      const Floats next = s + 1 < rows.count ? widened(from + rows.stride, h, size, 1, true) : Floats{};
       store(to, reinterpret_cast<Floats>(first >> 16 | reinterpret_cast<Bits>(next)));
     }
   }
 }
 
 template <int R, int N>
-PREJIT_PAIRS PREJIT_INLINE void multiply_pair_block(const Product<float>& p, int64_t row, int64_t column) {
+PREJIT_PAIRS PREJIT_INLINE void multiply_pair_block(const Product& p, int64_t row, int64_t column) {
   __m512 total[R][N] = {};
   const float* a = p.a + row * p.a_stride;
   const float* b = p.b + column;
@@ -84,7 +87,7 @@ PREJIT_PAIRS PREJIT_INLINE void multiply_pair_block(const Product<float>& p, int
 }
 
 template <int N>
-PREJIT_PAIRS static void multiply_pair_columns(const Product<float>& p, int64_t rows, int64_t column) {
+PREJIT_PAIRS static void multiply_pair_columns(const Product& p, int64_t rows, int64_t column) {
   int64_t row = 0;
   for (; row + 6 <= rows; row += 6) multiply_pair_block<6, N>(p, row, column);
   for (; row + 2 <= rows; row += 2) multiply_pair_block<2, N>(p, row, column);
@@ -92,7 +95,7 @@ PREJIT_PAIRS static void multiply_pair_columns(const Product<float>& p, int64_t 
 }
 
 // Multiplies as `multiply` does. A float of A or B is a pair, and the depth counts pairs.
-static void multiply_pairs(const Product<float>& p, int64_t rows, int64_t columns) {
+static void multiply_pairs(const Product& p, int64_t rows, int64_t columns) {
   int64_t column = 0;
   for (; column + 4 * kLanes <= columns; column += 4 * kLanes) multiply_pair_columns<4>(p, rows, column);
   for (; column + 2 * kLanes <= columns; column += 2 * kLanes) multiply_pair_columns<2>(p, rows, column);

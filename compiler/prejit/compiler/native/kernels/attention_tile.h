@@ -11,14 +11,13 @@
 #pragma once
 
 #include "attention_pairs.h"
+#include "threads.h"
 
 namespace prejit::attention {
 
-constexpr int64_t kRows = 128;   // maximum rows of a tile
-constexpr int64_t kBlock = 48;   // rows of a tile whose scores fit the first-level cache
-constexpr int64_t kChunk = 64;   // keys that fit it
-constexpr int64_t kUnit = 256;   // minimum keys that one thread sums
-constexpr int64_t kFewRows = 8;  // maximum rows that share keys for which these are not transposed
+constexpr int64_t kRows = 128;  // maximum rows of a tile
+constexpr int64_t kBlock = 48;  // rows of a tile whose scores fit the first-level cache
+constexpr int64_t kUnit = 256;  // minimum keys that one thread sums
 
 PREJIT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 PREJIT_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -66,38 +65,30 @@ struct Sums {
 // A tile of rows, and the memory that a thread needs for it.
 struct Tile {
   int64_t rows;
-  bool few;       // keys are not transposed
-  bool rounds;    // all factors are rounded to bfloat16; not `few`, unless keys and values are stored so
+  bool rounds;    // all factors are rounded to bfloat16
   bool pairs;     // in the arrays below an element is a pair of them along the sums (attention_pairs.h)
   float cap;      // of scores; 0: none
   float* query;   // [R, P], scaled, zeros behind H
-  float* scores;  // [kBlock, kChunk], or [1, kUnit]
-  float* keys;    // [P, kChunk] transposed, or [kChunk, P]
+  float* scores;  // [kBlock, kChunk]
+  float* keys;    // [P, kChunk]: transposed
   float* values;  // [kChunk, P]
   Sums sums, unit;
   Range ranges[kRows];  // rising with the rows
 
   static int64_t floats(int64_t rows, int64_t size) {
-    return rows * round_up(size) + kBlock * kChunk + 2 * kUnit * round_up(size) + 2 * Sums::floats(rows, size);
+    return rows * round_up(size) + kBlock * kChunk + 2 * kChunk * round_up(size) + 2 * Sums::floats(rows, size);
   }
 
   void place(float* memory, int64_t most_rows, int64_t size) {
     query = memory;
     scores = query + most_rows * round_up(size);
     keys = scores + kBlock * kChunk;
-    values = keys + kUnit * round_up(size);
-    float* after = values + kUnit * round_up(size);
+    values = keys + kChunk * round_up(size);
+    float* after = values + kChunk * round_up(size);
     sums = Sums::at(after, most_rows, size);
     unit = Sums::at(after + Sums::floats(most_rows, size), most_rows, size);
   }
 };
-
-// Returns some elements of a row as float32.
-template <typename E>
-PREJIT_INLINE Floats widened(const E* row, int64_t h, int64_t size, float factor, bool rounds) {
-  const Floats some = (h + kLanes <= size ? load(row + h) : load_first(row + h, size - h)) * factor;
-  return sizeof(E) == sizeof(float) && rounds ? rounded(some) : some;
-}
 
 // Scales query row r into the workspace.
 PREJIT_INLINE void place_query(const Tile& tile, int64_t r, const float* from, int64_t size, float scale) {
@@ -117,18 +108,12 @@ PREJIT_INLINE void place_result(const Sums& sums, int64_t row, int64_t size, flo
   for (int64_t h = 0; h < size; ++h) to[h] = mixed[h] * factor;
 }
 
-// Fetches a row of a later chunk. Between the copies of two chunks lies arithmetic, so the processor's own prefetching
-// begins anew with each chunk: with this, 8,192 positions of 8 heads of int8 take 0.36 ms, without it 0.84.
-template <typename E>
-PREJIT_INLINE void fetch(const E* row, int64_t elements) {
-  for (int64_t h = 0; h < elements; h += 64 / sizeof(E)) __builtin_prefetch(row + h);
-}
-
 // Copies rows as float32 [count, P], zeros behind H.
 template <typename E>
-static void copy_rows(const E* from, int64_t stride, int64_t count, int64_t size, bool rounds, float* to) {
-  for (int64_t s = 0; s < count; ++s, from += stride, to += round_up(size)) {
-    fetch(from + kChunk * stride, size + kTail<E>);
+static void copy_rows(const Rows<E>& rows, int64_t size, bool rounds, float* to) {
+  const E* from = rows.first;
+  for (int64_t s = 0; s < rows.count; ++s, from += rows.stride, to += round_up(size)) {
+    rows.fetch_behind(s, size);
     const float factor = factor_of(from, size);
     for (int64_t h = 0; h < size; h += kLanes) store(to + h, widened(from, h, size, factor, rounds));
   }
@@ -136,54 +121,23 @@ static void copy_rows(const E* from, int64_t stride, int64_t count, int64_t size
 
 // Copies rows as columns: float32 [P, kChunk], zeros behind the last column up to a whole vector.
 template <typename E>
-static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_t size, bool rounds, float* to) {
-  for (int64_t s = 0; s < count; s += kLanes) {
+static void copy_transposed(const Rows<E>& rows, int64_t size, bool rounds, float* to) {
+  for (int64_t s = 0; s < rows.count; s += kLanes) {
     for (int64_t h = 0; h < size; h += kLanes) {
       Floats square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        if (s + i >= count) {
+        if (s + i >= rows.count) {
           square[i] = Floats{};
           continue;
         }
-        const E* row = from + (s + i) * stride;
+        const E* row = rows.first + (s + i) * rows.stride;
+        if (h == 0) rows.fetch_behind(s + i, size);
         square[i] = widened(row, h, size, factor_of(row, size), rounds);
       }
       transpose(square);
       for (int i = 0; i < kLanes; ++i) store(to + (h + i) * kChunk + s, square[i]);
     }
   }
-}
-
-// scores[s] = query . keys[s] for kLanes keys, rows of P elements. If there are fewer keys, the last one is repeated.
-// Fixed is P as a constant, or 0: with a constant the compiler needs no registers, which are scarce, for addresses.
-template <int64_t Fixed, bool Whole, typename E>
-PREJIT_INLINE void dots_block(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
-  const int64_t length = Fixed ? Fixed : padded;
-  Floats total[kLanes] = {};
-  for (int64_t h = 0; h < length; h += kLanes) {
-    const Floats part = load(query + h);
-    for (int i = 0; i < kLanes; ++i) {
-      total[i] += part * load(keys + (Whole ? i : smaller(i, count - 1)) * length + h);
-    }
-  }
-  store(scores, sums(total));
-}
-
-// Does the same for `count` keys. Scores are written up to a whole vector.
-template <int64_t Fixed, typename E>
-static void dots(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
-  int64_t s = 0;
-  for (; s + kLanes <= count; s += kLanes) {
-    dots_block<Fixed, true>(query, keys + s * padded, kLanes, padded, scores + s);
-  }
-  if (s < count) dots_block<Fixed, false>(query, keys + s * padded, count - s, padded, scores + s);
-}
-
-template <typename E>
-static void dots_of_size(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
-  if (padded == 64) return dots<64>(query, keys, count, padded, scores);
-  if (padded == 128) return dots<128>(query, keys, count, padded, scores);
-  dots<0>(query, keys, count, padded, scores);
 }
 
 PREJIT_INLINE void scale_row(float* row, int64_t padded, float factor) {
@@ -291,53 +245,42 @@ PREJIT_INLINE void hide(float* scores, int64_t columns, Range range, int64_t sta
   for (int64_t s = end > 0 ? end : 0; s < columns; ++s) scores[s] = -__builtin_inff();
 }
 
-// Keys and values of a chunk, ready to be multiplied. Keys: [count, P], or transposed [P, kChunk].
-template <typename E>
+// Keys and values of a chunk, ready to be multiplied. Keys are transposed: [P, kChunk].
 struct Chunk {
   int64_t start, count;
-  const E* keys;
-  const E* values;
+  const float* keys;
+  const float* values;
   int64_t value_stride;
 };
 
 // Adds a chunk to the sums of the rows from `first` to `last` - 1, at most kBlock.
-template <typename E>
-static void add_block(const Tile& tile, const Chunk<E>& chunk, int64_t size, int64_t first, int64_t last,
+static void add_block(const Tile& tile, const Chunk& chunk, int64_t size, int64_t first, int64_t last,
                       const Sums& sums) {
   const int64_t padded = round_up(size), rows = last - first;
   // The last row sees the most keys: keys that no row sees are not computed.
   const int64_t count = smaller(chunk.count, tile.ranges[last - 1].end - chunk.start);
-  const int64_t columns = round_up(count), stride = rows == 1 ? kUnit : kChunk;
+  const int64_t columns = round_up(count), in_element = tile.pairs ? 2 : 1;
   const float* query = tile.query + first * padded;
-  if (tile.few) {
-    for (int64_t r = 0; r < rows; ++r) {
-      dots_of_size(query + r * padded, chunk.keys, count, padded, tile.scores + r * stride);
-    }
-  } else if (tile.pairs) {
-    multiply_pairs({(size + 1) / 2, query, padded, tile.keys, kChunk, tile.scores, stride, false}, rows, columns);
-  } else {
-    multiply(Product<E>{size, query, padded, chunk.keys, kChunk, tile.scores, stride, false}, rows, columns);
-  }
+  auto multiply_all = tile.pairs ? multiply_pairs : multiply;
+  multiply_all({parts_of(size, in_element), query, padded, chunk.keys, kChunk, tile.scores, kChunk, false}, rows, columns);
   for (int64_t r = 0; r < rows; ++r) {
-    float* scores = tile.scores + r * stride;
+    float* scores = tile.scores + r * kChunk;
     if (tile.cap > 0) cap_scores(scores, columns, tile.cap);
     hide(scores, columns, tile.ranges[first + r], chunk.start, count);
   }
   auto soften_rows = tile.rounds ? soften<true> : soften<false>;
-  soften_rows(tile.scores, stride, columns, sums, first, rows, padded);
+  soften_rows(tile.scores, kChunk, columns, sums, first, rows, padded);
+  for (int64_t r = 0; r < rows && tile.pairs; ++r) pack_pairs(tile.scores + r * kChunk, columns);
+  // Keys before those that a row sees have weights of 0, but their values may be no numbers.
+  const int64_t unseen = larger(0, tile.ranges[first].first - chunk.start) / in_element;
+  const float* values = chunk.values + unseen * chunk.value_stride;
+  const int64_t terms = parts_of(count, in_element) - unseen;
   float* mixed = sums.mixed + first * padded;
-  if (tile.pairs) {
-    for (int64_t r = 0; r < rows; ++r) pack_pairs(tile.scores + r * stride, columns);
-    const Product<float> product = {(count + 1) / 2, tile.scores, stride, tile.values, padded, mixed, padded, true};
-    return multiply_pairs(product, rows, padded);
-  }
-  multiply(Product<E>{count, tile.scores, stride, chunk.values, chunk.value_stride, mixed, padded, true}, rows,
-           padded);
+  multiply_all({terms, tile.scores + unseen, kChunk, values, chunk.value_stride, mixed, padded, true}, rows, padded);
 }
 
 // Adds a chunk to the sums of the rows that see any of it.
-template <typename E>
-static void add_rows(const Tile& tile, const Chunk<E>& chunk, int64_t size, const Sums& sums) {
+static void add_rows(const Tile& tile, const Chunk& chunk, int64_t size, const Sums& sums) {
   int64_t first = 0, last = tile.rows;
   while (first < last && tile.ranges[first].end <= chunk.start) ++first;
   while (first < last && tile.ranges[last - 1].first >= chunk.start + chunk.count) --last;
@@ -350,39 +293,30 @@ static void add_rows(const Tile& tile, const Chunk<E>& chunk, int64_t size, cons
   }
 }
 
-// Adds the keys `start` to `end` - 1 to the sums of all rows.
+// Adds the keys `start` to `end` - 1 to the sums of all rows, which see keys up to `last` - 1.
 template <typename E>
-static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int64_t end, const Sums& sums) {
+static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int64_t end, int64_t last, const Sums& sums) {
   const int64_t size = head.size, padded = round_up(size), count = end - start;
-  const E* keys = head.keys + start * head.stride;
-  const E* values = head.values + start * head.stride;
+  const Rows<E> keys = {head.keys + start * head.stride, head.stride, count, last - end};
+  const Rows<E> values = {head.values + start * head.stride, head.stride, count, last - end};
+  Chunk chunk = {start, count, tile.keys, tile.values, padded};
   if constexpr (!kTail<E>) {
     if (tile.pairs) {
-      copy_pairs_transposed(keys, head.stride, count, size, kChunk, tile.keys);
-      copy_paired_rows(values, head.stride, count, size, tile.values);
-      return add_rows(tile, Chunk<float>{start, count, tile.keys, tile.values, padded}, size, sums);
+      copy_pairs_transposed(keys, size, kChunk, tile.keys);
+      copy_paired_rows(values, size, tile.values);
+      return add_rows(tile, chunk, size, sums);
     }
   }
-  // Rows of whole vectors are used in place. bfloat16 is so for one row only, or each row would widen it again.
-  const bool fits = sizeof(E) == sizeof(float) ? !tile.rounds : tile.rows == 1;
-  const bool in_place = size == padded && !kTail<E> && fits;
-  if (tile.few && in_place && head.stride == padded) {
-    // Values come from memory while keys are multiplied: 8 rows of 12 heads wait an eighth less.
-    for (int64_t s = 0; s < smaller(count, kChunk); ++s) fetch(values + s * padded, size);
-    return add_rows(tile, Chunk<E>{start, count, keys, values, padded}, size, sums);
-  }
-  if (tile.few) {
-    copy_rows(keys, head.stride, count, size, tile.rounds, tile.keys);
-  } else {
-    copy_transposed(keys, head.stride, count, size, tile.rounds, tile.keys);
-  }
+  copy_transposed(keys, size, tile.rounds, tile.keys);
   if constexpr (sizeof(E) == sizeof(float)) {
-    if (in_place) {
-      return add_rows(tile, Chunk<float>{start, count, tile.keys, values, head.stride}, size, sums);
+    if (size == padded && !tile.rounds) {  // rows of whole vectors are used in place
+      for (int64_t s = 0; s < count; ++s) values.fetch_behind(s, size);
+      chunk.values = values.first, chunk.value_stride = head.stride;
+      return add_rows(tile, chunk, size, sums);
     }
   }
-  copy_rows(values, head.stride, count, size, tile.rounds, tile.values);
-  add_rows(tile, Chunk<float>{start, count, tile.keys, tile.values, padded}, size, sums);
+  copy_rows(values, size, tile.rounds, tile.values);
+  add_rows(tile, chunk, size, sums);
 }
 
 // Returns the positions that any of the rows sees.
@@ -395,14 +329,11 @@ template <typename E>
 static void add_unit(const Head<E>& head, const Tile& tile, int64_t unit, const Sums& sums) {
   const Range reached = reach(tile);
   const int64_t first = unit * kUnit, end = smaller(reached.end, first + kUnit);
-  const int64_t step = tile.rows == 1 && tile.few && !kTail<E> ? kUnit : kChunk;
   sums.clear(tile.rows, head.size);
-  for (int64_t s = first; s < end; s += step) {
-    const int64_t next = smaller(s + step, end);
-    // Chunks begin at fixed positions, so that the result of a row does not depend on the other rows of its tile; few
-    // rows are always one tile.
-    const int64_t from = tile.few ? larger(s, reached.first) : s;
-    if (next > from && next > reached.first) add_chunk(head, tile, from, next, sums);
+  // Chunks begin at fixed positions, so that the result of a row does not depend on the other rows of its tile.
+  for (int64_t s = first; s < end; s += kChunk) {
+    const int64_t next = smaller(s + kChunk, end);
+    if (next > reached.first) add_chunk(head, tile, s, next, reached.end, sums);
   }
 }
 

@@ -13,6 +13,8 @@
 
 namespace prejit::attention {
 
+constexpr int64_t kChunk = 64;  // keys whose scores fit the first-level cache
+
 PREJIT_INLINE void narrow(float x, float* to) { *to = x; }
 
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
@@ -38,6 +40,31 @@ PREJIT_INLINE float factor_of(const int8_t* row, int64_t size) {
   std::memcpy(&factor, row + size, sizeof factor);
   return factor;
 }
+
+// Returns some elements of a row as float32.
+template <typename E>
+PREJIT_INLINE Floats widened(const E* row, int64_t h, int64_t size, float factor, bool rounds) {
+  const Floats some = (h + kLanes <= size ? load(row + h) : load_first(row + h, size - h)) * factor;
+  return sizeof(E) == sizeof(float) && rounds ? rounded(some) : some;
+}
+
+// Rows of a cache that are summed next: `count` from `first` on, each `stride` elements behind the one before, and so
+// many rows behind them.
+template <typename E>
+struct Rows {
+  const E* first;
+  int64_t stride;
+  int64_t count;
+  int64_t behind;
+
+  // Fetches the row that has row s's place in the next chunk, into the second-level cache: the chunk at hand fills the
+  // first. Between the copies of two chunks lies arithmetic, so the processor's own prefetching begins anew with each:
+  // 2,000 positions of 8 heads of bfloat16 take 340 us without this, 345 with the first level, 250 so (Zen 4).
+  PREJIT_INLINE void fetch_behind(int64_t s, int64_t size) const {
+    const E* row = first + (s + kChunk) * stride;
+    for (int64_t h = 0; s < behind && h < size + kTail<E>; h += 64 / sizeof(E)) __builtin_prefetch(row + h, 0, 2);
+  }
+};
 
 // Writes a row of a cache.
 template <typename E>
@@ -95,10 +122,6 @@ PREJIT_INLINE Floats reduced(Floats (&x)[kLanes], const F& reduce) {
   } else {
     return reduced<Half / 2>(x, reduce);
   }
-}
-
-PREJIT_INLINE Floats sums(Floats (&x)[kLanes]) {
-  return reduced<kLanes / 2>(x, [](Floats a, Floats b) { return a + b; });
 }
 
 PREJIT_INLINE Floats maxima(Floats (&x)[kLanes]) {

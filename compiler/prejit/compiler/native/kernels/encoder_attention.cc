@@ -16,7 +16,6 @@ bool run_tile(const EncoderCall& call, int64_t base, int64_t start, int64_t leng
   Tile tile;
   tile.place(static_cast<float*>(memory), to - from, call.size);
   tile.rows = to - from;
-  tile.few = call.tokens <= kFewRows && !call.rounds;
   tile.rounds = call.rounds;
   tile.pairs = call.rounds && has_pairs();
   tile.cap = 0;
