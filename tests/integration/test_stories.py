@@ -39,6 +39,29 @@ def test_fresh_process_writes_the_published_text(run, bundles, stories, target):
     assert {p["source"] for p in result["programs"]} <= {"loaded", "unused"}
 
 
+def test_positions_that_were_decoded_have_the_bits_of_computed_ones(run, stories, tmp_path):
+    """Rounding rows to int8 would enlarge the last bits in which two orders of sums differ."""
+    more = {"name": "int8", "prompt": (16, 128), "model": 'dtype = "int8"'}
+    manifest = write_manifest(tmp_path / "m.toml", stories[0], **more)
+    run("build", manifest, "-o", tmp_path)
+    bundle, prompt = load(tmp_path / "int8", on_mismatch="error"), stories[1]["prompt_ids"]
+
+    def tokens(batch, prompt, count):
+        [slot] = batch.insert(bundle.request(prompt, max_new_tokens=count, logprobs=3))
+        found = batch.step()
+        while found[-1].finish_reason is None:
+            found += batch.step()
+        assert {each.slot for each in found} == {slot}
+        return found
+
+    for count in (83, 123, 127, 131):
+        batch = bundle.batch(1)
+        decoded = [*prompt, *(each.token_id for each in tokens(batch, prompt, count))]
+        kept, computed = (tokens(each, decoded, 4) for each in (batch, bundle.batch(1)))
+        assert kept[0].usage.reused_tokens > computed[0].usage.reused_tokens == 0
+        assert [each.logprob for each in kept] == [each.logprob for each in computed]
+
+
 def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(run, stories_dir):
     options = ("--max-new-tokens", "40", "--json", "--on-mismatch", "error")
     chat = ("generate", stories_dir, "--chat", "Once upon a time", *options)
