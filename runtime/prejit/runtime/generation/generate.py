@@ -77,8 +77,9 @@ class Generation:
 
     @property
     def new_tokens(self) -> int:
-        """The number of tokens so far."""
-        return sum(piece.token_id is not None for piece in self._pieces)
+        """The number of tokens so far: one a piece, and none in an end that is a stop token."""
+        pieces = self._pieces
+        return len(pieces) - (bool(pieces) and pieces[-1].token_id is None)
 
     @property
     def has_stops(self) -> bool:

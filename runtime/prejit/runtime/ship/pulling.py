@@ -175,9 +175,9 @@ def _find(
     files = open_repository(reference).open(reference.tag, reference.digest)
     root = read_root(files)
     _log.info("%s: is %s", reference, root.digest)
-    if not reference.digest:
-        store.remember(reference, root.digest)
     targets, loads_first = _chosen(files, root, wanted, policies, str(reference))
+    if not reference.digest:  # not before the policies let it run
+        store.remember(reference, root.digest)
     present = store.targets_of(root.digest)
     kept = tuple(at for at in root.bundle.manifests if at.digest in present or at in targets)
     shipment = shipment_of(files, root, kept)

@@ -286,7 +286,8 @@ class _Gate:
         number = 0
         while number < least or not (self._is_settled(limits) or time.monotonic() > until):
             number += 1
-            self._show(f"pair {number} of processes: {self._so_far()}")
+            so_far = self._so_far()
+            self._show(f"pair {number} of processes" + (so_far and f": {so_far}"))
             try:
                 self._measure_pair(number % 2 == 0, number)
             except _UnusableError as error:

@@ -72,6 +72,7 @@ def test_a_policy_decides_before_the_weights_are_fetched(registry, store, signed
     assert raised.value.case == "unsigned"
     assert registry.count("GET", "/blobs/") == 0
     assert not store.bundles()
+    assert not store.remembered(parse_reference(f"oci://{registry.host}/call:v1"))
     with load(at, trust=policy) as loaded:
         assert loaded.digest
 
