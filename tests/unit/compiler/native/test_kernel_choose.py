@@ -14,11 +14,9 @@ from .kernel_frames import KernelError
 
 
 def run(library, logits, bias, options, position):
-    rows, width = logits.shape
-    token = np.full(rows, -7, np.int32)
-    space = np.full((2, rows, -(-width // 16) * 16), np.nan, np.float32)
+    token = np.full(len(logits), -7, np.int32)
     arguments = [logits, bias, *options.values(), position]
-    kernel_frames.call(library, "choose", arguments, [token, space])
+    kernel_frames.call(library, "choose", arguments, [token])
     return token.tolist()
 
 

@@ -25,8 +25,6 @@ from prejit.compiler.native.products import KERNEL, KERNEL_CALLS, KERNEL_OF, Pro
 _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _ACTIVATIONS["swish"] = _ACTIVATIONS["silu"]
 """Names of transformers/activations.py; the numbers are those of kernels/activation.h."""
-_WIDEST = 16
-"""Lanes of the widest vectors of kernels/simd.h."""
 
 
 def has_activation(name: str | None) -> bool:
@@ -241,16 +239,8 @@ def choose(
         options: temperature, top-k, top-p, min-p and seeds, as in sampling_programs.SamplingInputs.
         position: int32 [B], of the new token.
     """
-    rows, width = logits.shape
-    token, _ = _call(
-        "choose",
-        (
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
-            jax.ShapeDtypeStruct((2, rows, -(-width // _WIDEST) * _WIDEST), jnp.float32),
-        ),
-        *(logits, bias, *options, position),
-    )
-    return token
+    token = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
+    return _call("choose", token, logits, bias, *options, position)
 
 
 def encoder_attention(

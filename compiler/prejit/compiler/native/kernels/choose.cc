@@ -1,5 +1,7 @@
 #include "choose.h"
 
+#include <atomic>
+
 #include "activation.h"
 #include "simd.h"
 #include "threads.h"
@@ -103,12 +105,6 @@ int32_t least_key(const Holds& holds) {
   return high;
 }
 
-struct Row {
-  float largest;
-  bool draws;
-  int32_t last;  // The key of the least logit that may be drawn.
-};
-
 // Returns the last key that top-k, of what is left top-p, and min-p keep. All tokens with that key stay.
 int32_t last_key(const Choice& c, int64_t row, const float* scaled, float* weights) {
   const int64_t padded = parts_of(c.width, kLanes) * kLanes;
@@ -141,65 +137,66 @@ int32_t last_key(const Choice& c, int64_t row, const float* scaled, float* weigh
   return static_cast<int32_t>(least(last, keys(logarithm(splat(c.min_p[row])))[0]));
 }
 
+// Chooses the token of a row. `each` runs a function for 0 to a count; `memory` has 2 x c.width elements and more, in whole
+// vectors, and `found` one of each block.
+template <typename Each>
+int32_t chosen(const Choice& c, int64_t row, const Each& each, float* memory, Found* found) {
+  const int64_t blocks = parts_of(c.width, kBlock);
+  auto first_of_blocks = [&](auto value) {
+    each(blocks, [&](int64_t block) {
+      int64_t first = block * kBlock;
+      found[block] = first_largest(first, least(c.width, first + kBlock), value);
+    });
+    Found best{-__builtin_inff(), kNowhere};
+    for (int64_t block = 0; block < blocks; ++block) best = better(best, found[block]);
+    return best;
+  };
+  const Found largest = first_of_blocks([&](int64_t i, int64_t count, Ints) __attribute__((always_inline)) {
+    return allowed(c, row, i, count);
+  });
+  if (largest.at == kNowhere || !(largest.value < __builtin_inff())) return -1;
+  if (!(c.temperature[row] > 0)) return largest.at;
+  float *scaled = memory, *weights = memory + parts_of(c.width, kLanes) * kLanes;
+  each(blocks, [&](int64_t block) {
+    int64_t first = block * kBlock, end = least(c.width, first + kBlock);
+    for (int64_t i = first; i < end; i += kLanes) {
+      // The largest becomes 0 first, so that no temperature makes two logits infinite and equal.
+      Floats v = (allowed(c, row, i, end - i) - largest.value) / c.temperature[row];
+      for (int64_t lane = end - i; lane < kLanes; ++lane) v[lane] = -__builtin_inff();
+      store(scaled + i, v);
+    }
+  });
+  const int32_t last = last_key(c, row, scaled, weights);
+  return first_of_blocks([&](int64_t i, int64_t, Ints index) __attribute__((always_inline)) {
+           Floats x = load(scaled + i);
+           Ints stays = keys(x) <= last;
+           if (!any(stays)) return splat(-__builtin_inff());
+           return stays ? x + gumbel(c.seed + 2 * row, c.position[row], index) : splat(-__builtin_inff());
+         })
+      .at;
+}
+
 }  // namespace
 
 bool choose(const Choice& c) {
-  const int64_t blocks = parts_of(c.width, kBlock);
-  Row* rows = static_cast<Row*>(scratch(c.rows * (sizeof(Row) + sizeof(Found) * blocks) + 1));
-  if (!rows) return false;
-  Found* found = reinterpret_cast<Found*>(rows + c.rows);
-  auto each_block = [&](auto body) {
-    parallel_for(c.rows * blocks, [&](int64_t index) {
-      int64_t first = index % blocks * kBlock;
-      body(found[index], index / blocks, first, least(c.width, first + kBlock));
-    });
+  const int64_t size = 2 * parts_of(c.width, kLanes) * kLanes * sizeof(float);
+  std::atomic<bool> has_memory{true};
+  auto choose_row = [&](int64_t row, const auto& each) {
+    char* memory = static_cast<char*>(scratch(size + parts_of(c.width, kBlock) * sizeof(Found), 1));
+    if (!memory) return has_memory.store(false, std::memory_order_relaxed);
+    c.token[row] = chosen(c, row, each, reinterpret_cast<float*>(memory), reinterpret_cast<Found*>(memory + size));
   };
-  auto best_of = [&](int64_t row) {
-    Found best{-__builtin_inff(), kNowhere};
-    for (int64_t i = 0; i < blocks; ++i) best = better(best, found[row * blocks + i]);
-    return best;
-  };
-
-  each_block([&](Found& best, int64_t row, int64_t first, int64_t end) {
-    best = first_largest(first, end, [&](int64_t i, int64_t count, Ints) __attribute__((always_inline)) {
-      return allowed(c, row, i, count);
+  if (c.rows < 2 * threads()) {  // threads share a row
+    for (int64_t row = 0; row < c.rows; ++row)
+      choose_row(row, [](int64_t count, const auto& body) { parallel_for(count, body); });
+  } else {
+    parallel_for(c.rows, [&](int64_t row) {
+      choose_row(row, [](int64_t count, const auto& body) {
+        for (int64_t i = 0; i < count; ++i) body(i);
+      });
     });
-  });
-  bool some_draw = false;
-  for (int64_t row = 0; row < c.rows; ++row) {
-    Found best = best_of(row);
-    bool is_finite = best.at != kNowhere && best.value < __builtin_inff();
-    c.token[row] = is_finite ? best.at : -1;
-    rows[row] = {best.value, is_finite && c.temperature[row] > 0, kInfinity};
-    some_draw |= rows[row].draws;
   }
-  if (!some_draw) return true;
-
-  float *scaled = c.space, *weights = c.space + c.rows * c.stride;
-  each_block([&](Found&, int64_t row, int64_t first, int64_t end) {
-    if (!rows[row].draws) return;
-    for (int64_t i = first; i < end; i += kLanes) {
-      // The largest becomes 0 first, so that no temperature makes two logits infinite and equal.
-      Floats v = (allowed(c, row, i, end - i) - rows[row].largest) / c.temperature[row];
-      for (int64_t lane = end - i; lane < kLanes; ++lane) v[lane] = -__builtin_inff();
-      store(scaled + row * c.stride + i, v);
-    }
-  });
-  parallel_for(c.rows, [&](int64_t row) {
-    if (rows[row].draws) rows[row].last = last_key(c, row, scaled + row * c.stride, weights + row * c.stride);
-  });
-  each_block([&](Found& best, int64_t row, int64_t first, int64_t end) {
-    if (!rows[row].draws) return;
-    best = first_largest(first, end, [&](int64_t i, int64_t, Ints index) __attribute__((always_inline)) {
-      Floats x = load(scaled + row * c.stride + i);
-      Ints stays = keys(x) <= rows[row].last;
-      if (!any(stays)) return splat(-__builtin_inff());
-      return stays ? x + gumbel(c.seed + 2 * row, c.position[row], index) : splat(-__builtin_inff());
-    });
-  });
-  for (int64_t row = 0; row < c.rows; ++row)
-    if (rows[row].draws) c.token[row] = best_of(row).at;
-  return true;
+  return has_memory.load(std::memory_order_relaxed);
 }
 
 }  // namespace prejit

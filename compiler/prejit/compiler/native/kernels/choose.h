@@ -16,8 +16,6 @@ struct Choice {
   const float* min_p = nullptr;        // [rows]; 0 keeps all
   const uint32_t* seed = nullptr;      // [rows, 2]
   const int32_t* position = nullptr;   // [rows]
-  int64_t stride = 0;                  // width, rounded up to whole vectors at least
-  float* space = nullptr;              // [2, rows, stride], touched if a row draws
   int32_t* token = nullptr;            // [rows]; -1 if a sum is NaN, or the largest one is infinite
 };
 

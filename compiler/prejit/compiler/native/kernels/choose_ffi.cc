@@ -11,16 +11,15 @@ namespace ffi = xla::ffi;
 
 ffi::Error choose_handler(ffi::BufferR2<ffi::F32> logits, ffi::BufferR2<ffi::F32> bias, ffi::BufferR1<ffi::F32> temperature,
                           ffi::BufferR1<ffi::S32> top_k, ffi::BufferR1<ffi::F32> top_p, ffi::BufferR1<ffi::F32> min_p,
-                          ffi::BufferR2<ffi::U32> seed, ffi::BufferR1<ffi::S32> position, ffi::ResultBufferR1<ffi::S32> token,
-                          ffi::ResultBufferR3<ffi::F32> space) {
-  auto sizes = logits.dimensions(), biases = bias.dimensions(), seeds = seed.dimensions(), spaces = space->dimensions();
+                          ffi::BufferR2<ffi::U32> seed, ffi::BufferR1<ffi::S32> position, ffi::ResultBufferR1<ffi::S32> token) {
+  auto sizes = logits.dimensions(), biases = bias.dimensions(), seeds = seed.dimensions();
   Choice c;
-  c.rows = sizes[0], c.width = sizes[1], c.stride = spaces[2];
+  c.rows = sizes[0], c.width = sizes[1];
   for (int64_t rows : {biases[0], temperature.dimensions()[0], top_k.dimensions()[0], top_p.dimensions()[0],
-                       min_p.dimensions()[0], seeds[0], position.dimensions()[0], token->dimensions()[0], spaces[1]})
+                       min_p.dimensions()[0], seeds[0], position.dimensions()[0], token->dimensions()[0]})
     if (rows != c.rows) return ffi::Error::InvalidArgument("prejit_choose: expected arguments of as many rows as the logits");
-  if (biases[1] != c.width || seeds[1] != 2 || spaces[0] != 2 || c.stride < parts_of(c.width, kLanes) * kLanes)
-    return ffi::Error::InvalidArgument("prejit_choose: expected a bias for each logit, seeds of 2, and space for whole vectors");
+  if (biases[1] != c.width || seeds[1] != 2)
+    return ffi::Error::InvalidArgument("prejit_choose: expected a bias for each logit, and seeds of 2");
   c.logits = logits.typed_data();
   c.bias = bias.typed_data();
   c.temperature = temperature.typed_data();
@@ -29,7 +28,6 @@ ffi::Error choose_handler(ffi::BufferR2<ffi::F32> logits, ffi::BufferR2<ffi::F32
   c.min_p = min_p.typed_data();
   c.seed = seed.typed_data();
   c.position = position.typed_data();
-  c.space = space->typed_data();
   c.token = token->typed_data();
   if (choose(c)) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_choose: out of memory");
@@ -50,5 +48,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_choose, prejit::choose_handler,
                                   .Arg<xla::ffi::BufferR1<xla::ffi::F32>>()
                                   .Arg<xla::ffi::BufferR2<xla::ffi::U32>>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::BufferR1<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::BufferR3<xla::ffi::F32>>());
+                                  .Ret<xla::ffi::BufferR1<xla::ffi::S32>>());
