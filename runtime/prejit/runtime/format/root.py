@@ -106,9 +106,7 @@ def _root_of_copy(layout: LayoutFiles, entries: tuple[Descriptor, ...], path: st
     read, others = _split(layout, tuple(found.values()), MANIFEST_MEDIA_TYPE)
     targets = [at for at, _ in read]
     if not targets:
-        hint = (
-            "give the directory of a bundle; one that holds another image, as of --image, is none"
-        )
+        hint = "give the directory of a bundle: what push --image wrote is an image of its files"
         raise RejectError(path, f"expected an entry of {ARTIFACT_TYPE}, found none", hint=hint)
     from prejit.runtime.format.index_writing import index_of_copy  # few copies lack the index
 

@@ -77,9 +77,8 @@ class Generation:
 
     @property
     def new_tokens(self) -> int:
-        """The number of tokens so far: one a piece, and none in an end that is a stop token."""
-        pieces = self._pieces
-        return len(pieces) - (bool(pieces) and pieces[-1].token_id is None)
+        """The number of tokens so far: one of each piece, if the last is no end without a token."""
+        return len(self._pieces) - any(piece.token_id is None for piece in self._pieces[-1:])
 
     @property
     def has_stops(self) -> bool:

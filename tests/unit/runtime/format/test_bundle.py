@@ -21,7 +21,7 @@ GOOD = b'{"architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1","platform"
         (b"\xff\xfe", "expected JSON"),
         (b'{"a":' * 4_000, "expected JSON"),
         (b"[]", "expected an object"),
-        (GOOD.replace(b',"platform":"cpu"', b""), "missing .*'platform'"),
+        (GOOD.replace(b',"platform":"cpu"', b""), "expected the key 'platform'"),
         (GOOD.replace(b'"1"', b"1"), r"\$\.jaxlib: expected str, found 1"),
         (GOOD.replace(b'"1"', b"null"), r"\$\.jaxlib: expected str"),
         (GOOD.replace(b'["avx"]', b'"avx"'), r"cpu_features: expected a list"),
