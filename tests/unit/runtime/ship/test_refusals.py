@@ -206,7 +206,7 @@ def test_a_file_in_place_of_a_directory_and_a_layout_of_an_image_are_named(tmp_p
     moved(GOLDEN / "fleet", tmp_path / "image", form=IMAGE)
     with pytest.raises(RejectError, match="found none") as raised:
         audited(tmp_path / "image")
-    assert "another image" in str(raised.value.hint)
+    assert "push --image" in str(raised.value.hint)
 
 
 def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(tmp_path, monkeypatch, use):

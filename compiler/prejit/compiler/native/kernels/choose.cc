@@ -186,7 +186,7 @@ bool choose(const Choice& c) {
     if (!memory) return has_memory.store(false, std::memory_order_relaxed);
     c.token[row] = chosen(c, row, each, reinterpret_cast<float*>(memory), reinterpret_cast<Found*>(memory + size));
   };
-  if (c.rows < 2 * threads()) {  // threads share a row
+  if (2 * c.rows <= threads()) {  // threads share a row
     for (int64_t row = 0; row < c.rows; ++row)
       choose_row(row, [](int64_t count, const auto& body) { parallel_for(count, body); });
   } else {
