@@ -10,7 +10,7 @@ a decoder chooses the same everywhere. Its log-probability, which no bias change
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,16 +54,18 @@ def plain_kind(program: ProgramEntry) -> str:
 
 def golden_inputs(
     program: ProgramEntry, arguments: tuple[Array, ...], vocabulary: int, seed: int
-) -> list[Values]:
-    """Return the arguments of a golden answer, in the order of the program table, without the weights.
+) -> Iterator[Values]:
+    """Yield the arguments of a golden answer, in the order of the program table, without the weights.
+
+    One at a time: those of a long context take as much memory as its cache.
 
     `vocabulary` is how many tokens the bundle's model has; 0: it has no model.
     """
     if program.kind == "call":
         mask = program.mask or ""
-        return [call_input(array, seed, place, mask) for place, array in enumerate(arguments)]
+        yield from (call_input(array, seed, at, mask) for at, array in enumerate(arguments))
+        return
     known = _known(program, vocabulary, seed)
-    found = []
     for place, array in enumerate(arguments):
         value = known.get(str(array.path[0])) if len(array.path) == 1 else None
         if value is None:
@@ -71,8 +73,7 @@ def golden_inputs(
             if program.kind.startswith(ADAPTED) and str(array.path[0]).endswith((".A", ".B")):
                 # Stacks of adapters, as small as those that are trained.
                 value = value / np.float32(64)
-        found.append(_shaped(value, array))
-    return found
+        yield _shaped(value, array)
 
 
 def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Values]:

@@ -123,7 +123,7 @@ def timed_runner(programs: Programs, name: str) -> Callable[[], float]:
     model = programs.config.decoder or programs.config.encoder
     vocabulary = 0 if model is None else model.vocab_size
     values = golden_inputs(programs.table[name], programs.arguments(name), vocabulary, _SEED)
-    run = _runner(programs, name, values)
+    run = _runner(programs, name, [*values])
     return lambda: run()[0]
 
 
