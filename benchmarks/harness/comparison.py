@@ -57,6 +57,7 @@ LATENCIES = tuple(
     Column(f"{batch}x{length}", f"{batch}x{length}, ms", 2, 1e-3)
     for batch, length in workload.ENCODER_SHAPES
 )
+"""Latency of each shape of the encoder."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness.fresh_processes import Sample, Spread, spread
@@ -60,6 +60,11 @@ class Table:
     rows: Sequence[tuple[str, ...]]
     note: str = ""
     runs: str = ""
+
+    def transposed(self) -> Table:
+        """Return the same table with its rows as columns."""
+        head, *rows = zip(self.head, *self.rows, strict=True)
+        return replace(self, head=head, rows=rows)
 
     def markdown(self) -> str:
         """Return the table as Markdown."""

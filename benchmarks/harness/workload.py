@@ -76,14 +76,12 @@ SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
 """Tokens of a short request, those of a published guide to KV caches in JAX."""
 WARM_REQUESTS, WARM_SECONDS = 2, 3.0
 """A warm process repeats a short request at least so often and at least so long."""
-ENCODER_SHAPES = ((1, 16), (1, 128), (8, 128), (64, 128))
-"""Shapes (sentences, tokens) of the encoder's rows."""
-ALL_ENCODER_SHAPES = (
+ENCODER_SHAPES = (
     *((1, length) for length in (16, 32, 64, 128, 256, 512)),
     *((batch, length) for batch in (2, 4, 8, 16, 32) for length in (32, 64, 128)),
     (64, 128),
 )
-"""The 22 shapes of manifests/encoder.toml."""
+"""Shapes (sentences, tokens) of the encoder: the 22 of manifests/encoder.toml."""
 BYTES: dict[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 4.5 / 8}
 """Bytes of one stored weight by dtype; those of int4 with the scale of each 32."""
 HEAD_BYTES = {**BYTES, "int4": 1}

@@ -2,7 +2,7 @@
 
     peers/ctranslate2_child.py generate MODEL [BATCH]     32 tokens in, 64 out
     peers/ctranslate2_child.py prefill  MODEL             512 tokens in, again and again
-    peers/ctranslate2_child.py encode   MODEL             embeddings of four shapes
+    peers/ctranslate2_child.py encode   MODEL             embeddings of all shapes
 
 MODEL is the output of its converter. Its name ends in the type of the arithmetic: `gpt2-ct2-int8`.
 """

@@ -1,26 +1,23 @@
 """Run every shape of an encoder once, then again and again.
 
-    peers/encode_child.py bundle PATH  [all]    from a bundle
-    peers/encode_child.py jax    MODEL [all]    plain JAX, one jitted function
+    peers/encode_child.py bundle PATH     from a bundle
+    peers/encode_child.py jax    MODEL    plain JAX, one jitted function
 
-With `all` the 22 shapes of manifests/encoder.toml run instead of four. Both encode rows of token ids that
-fill each shape. The peers' children call `measure`, too.
+Both encode rows of token ids that fill each shape. The peers' children call `measure`, too.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import workload
 
-STEADY_SECONDS = 1.0
-"""Seconds that each of four shapes is repeated for, but at least five runs."""
-SECONDS_OF_ALL = 0.3
-"""Seconds that each of all shapes is repeated for, with as many runs."""
+STEADY_SECONDS = 0.3
+"""Seconds that each shape is repeated for, but at least five runs."""
 
 Encode = Callable[[list[list[int]]], Any]
 
@@ -32,14 +29,15 @@ def rows(batch: int, length: int) -> list[list[int]]:
     return [flat[row * length : (row + 1) * length] for row in range(batch)]
 
 
-def measure(encode: Encode, shapes: Sequence[tuple[int, int]] = workload.ENCODER_SHAPES) -> None:
+def measure(encode: Encode) -> None:
     """Run every shape for the first time, then time each until its time is known.
 
     Args:
         encode: function from B rows of token ids to embeddings, float32 [B, D].
-        shapes: pairs of sentences and tokens.
     """
-    sentences = {f"{batch}x{length}": rows(batch, length) for batch, length in shapes}
+    sentences = {
+        f"{batch}x{length}": rows(batch, length) for batch, length in workload.ENCODER_SHAPES
+    }
     sums: dict[str, float] = {}
     first: dict[str, float] = {}
     for shape, ids in sentences.items():
@@ -50,10 +48,9 @@ def measure(encode: Encode, shapes: Sequence[tuple[int, int]] = workload.ENCODER
             workload.say_first()
         sums[shape] = float(embeddings[:, 0].sum())
     steady = {}
-    enough = STEADY_SECONDS if shapes == workload.ENCODER_SHAPES else SECONDS_OF_ALL
     for shape, ids in sentences.items():
         times: list[float] = []
-        while len(times) < 5 or sum(times) < enough:
+        while len(times) < 5 or sum(times) < STEADY_SECONDS:
             begun = time.perf_counter()
             encode(ids)
             times.append(time.perf_counter() - begun)
@@ -61,17 +58,17 @@ def measure(encode: Encode, shapes: Sequence[tuple[int, int]] = workload.ENCODER
     workload.say_last(first=first, steady=steady, sums=sums)
 
 
-def bundle(path: str, shapes: Sequence[tuple[int, int]]) -> None:
+def bundle(path: str) -> None:
     """Encode from a bundle, where nothing may be compiled."""
     from prejit.runtime import load
 
     loaded = load(path, on_mismatch="error")
-    measure(lambda ids: loaded.encode_batch(ids).embeddings, shapes)
+    measure(lambda ids: loaded.encode_batch(ids).embeddings)
     compiled = [r.program for r in loaded.report() if r.source not in ("loaded", "unused")]
     assert not compiled, compiled
 
 
-def plain(path: str, shapes: Sequence[tuple[int, int]]) -> None:
+def plain(path: str) -> None:
     """Encode with the same model as a user of JAX writes it."""
     import jax
     import jax.numpy as jnp
@@ -122,9 +119,8 @@ def plain(path: str, shapes: Sequence[tuple[int, int]]) -> None:
         tokens = np.array(ids, np.int32)
         return np.asarray(jitted(weights, tokens, np.full(len(ids), len(ids[0]), np.int32)))
 
-    measure(encode, shapes)
+    measure(encode)
 
 
 if __name__ == "__main__":
-    chosen = workload.ALL_ENCODER_SHAPES if "all" in sys.argv[3:] else workload.ENCODER_SHAPES
-    {"bundle": bundle, "jax": plain}[sys.argv[1]](sys.argv[2], chosen)
+    {"bundle": bundle, "jax": plain}[sys.argv[1]](sys.argv[2])

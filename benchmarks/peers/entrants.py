@@ -6,7 +6,7 @@ If that fails, the reason stands in the row's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ class Entrant:
 def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, str]]:
     """Return prejit's process, on a bundle with the programs that the work needs."""
     if work.job == "encode":
-        path = encoder_bundle(bench, dtype, workload.ENCODER_SHAPES)
+        path = encoder_bundle(bench, dtype)
         return ("peers/encode_child.py", "bundle", path), bench.prejit
     sizes = workload.FEW
     name = f"{work.model}-{dtype}"
@@ -109,15 +109,16 @@ def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, 
     return ("peers/prejit_child.py", work.job, path, *options), bench.prejit
 
 
-def encoder_bundle(bench: Bench, dtype: str, shapes: Sequence[tuple[int, int]]) -> str:
-    """Return the bundle of the encoder with these shapes, pairs of sentences and tokens."""
+def encoder_bundle(bench: Bench, dtype: str) -> str:
+    """Return the bundle of the encoder."""
     bench.model("minilm")
-    name = f"encoder-{len(shapes)}-{dtype}"
+    name = f"encoder-{dtype}"
+    shapes = [list(shape) for shape in workload.ENCODER_SHAPES]
     return bench.built_manifest(
         name,
         f'[bundle]\nname = "{name}"\n\n[model]\nsource = "minilm"\ndtype = "{dtype}"\n'
         "accuracy = false\n\n"  # all matrices in the dtype, as those of peers
-        f'[encode]\nshapes = {[list(shape) for shape in shapes]}\n\n[[target]]\nname = "cpu-host"\n',
+        f'[encode]\nshapes = {shapes}\n\n[[target]]\nname = "cpu-host"\n',
     )
 
 
@@ -297,7 +298,7 @@ ENTRANTS = (
         )
         for name, dtype, weights, precision, can in (
             ("fp32", "float32", "fp32", "f32", _GPT2 | _MINILM),
-            ("bf16 arithmetic", "bfloat16", "fp32", "bf16", _GPT2),
+            ("bf16 arithmetic", "bfloat16", "fp32", "bf16", _GPT2 | _MINILM),
             ("int8", "int8", "int8", "f32", _GPT2 | _MINILM),
             ("int4", "int4", "int4", "f32", _GPT2 | _LLAMA),
         )

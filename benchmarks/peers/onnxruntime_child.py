@@ -2,7 +2,7 @@
 
 peers/onnxruntime_child.py generate DIRECTORY [BATCH]     32 tokens in, 64 out
 peers/onnxruntime_child.py prefill  DIRECTORY             512 tokens in, again and again
-peers/onnxruntime_child.py encode   DIRECTORY             embeddings of four shapes
+peers/onnxruntime_child.py encode   DIRECTORY             embeddings of all shapes
 """
 
 from __future__ import annotations

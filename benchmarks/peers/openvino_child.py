@@ -2,7 +2,7 @@
 
     peers/openvino_child.py generate DIRECTORY PRECISION     32 tokens in, 64 out
     peers/openvino_child.py prefill  DIRECTORY PRECISION     512 tokens in, again and again
-    peers/openvino_child.py encode   DIRECTORY PRECISION     embeddings of four shapes
+    peers/openvino_child.py encode   DIRECTORY PRECISION     embeddings of all shapes
 
 DIRECTORY is an export of optimum-intel; PRECISION is that of the arithmetic: f32 or bf16.
 """

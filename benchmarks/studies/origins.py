@@ -38,7 +38,7 @@ from benchmarks.harness.workspace import PREJIT_COMMAND, Bench, bench_directory,
 from benchmarks.peers.entrants import encoder_bundle
 
 NO_CACHE, OP_BY_OP, PREJIT = "JAX op by op, no KV cache", "JAX op by op", "prejit"
-NAMES = tuple(f"{batch}x{length}" for batch, length in workload.ALL_ENCODER_SHAPES)
+NAMES = tuple(f"{batch}x{length}" for batch, length in workload.ENCODER_SHAPES)
 SAME = 1e-3
 """Largest difference of one value, summed over up to 64 embeddings: engines add in different orders."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -110,11 +110,11 @@ def text(bench: Bench, bundle: str, cache: Path) -> dict[str, list[Sample]]:
 
 def shapes(bench: Bench, bundle: str, cache: Path) -> dict[str, list[Sample]]:
     """Measure the first call and later calls of each shape of the encoder."""
-    command = ("peers/encode_child.py", "jax", str(bench.model("minilm")), "all")
+    command = ("peers/encode_child.py", "jax", str(bench.model("minilm")))
     rows = (
         Row(JAX_COLD, command),
         Row(JAX_WARM, command, jax_cache(cache)),
-        Row(PREJIT, ("peers/encode_child.py", "bundle", bundle, "all"), bench.prejit),
+        Row(PREJIT, ("peers/encode_child.py", "bundle", bundle), bench.prejit),
     )
     samples = interleave(rows, bench.runs)
     for sample in (sample for found in samples.values() for sample in found):
@@ -292,7 +292,7 @@ def main() -> None:
     facts = begin(given.runs)
     bench = Bench(bench_directory(), given.runs, quick=False)
     texts = bench.built("gpt2-float32", "gpt2", "float32", workload.FEW)
-    vectors = encoder_bundle(bench, "float32", workload.ALL_ENCODER_SHAPES)
+    vectors = encoder_bundle(bench, "float32", workload.ENCODER_SHAPES)
     caches = bench.directory / "origins"
     shutil.rmtree(caches, ignore_errors=True)
     gpt2 = text(bench, texts, caches / "gpt2")
