@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.files import digest_of, is_digest
@@ -334,14 +335,12 @@ class Registry:
     def put_manifest(self, name: str, media_type: str, content: bytes) -> Response:
         """Write a manifest under a tag or its digest."""
         headers = {"Content-Type": media_type}
+        put = partial(self._client.ask, "PUT", f"manifests/{name}", headers=headers, data=content)
         for pause in _MANIFEST_PAUSES_SECONDS:
-            answer = self._client.ask(
-                "PUT", f"manifests/{name}", headers=headers, data=content, refused=True
-            )
-            if answer is not None:
+            if (answer := put(refused=True)) is not None:
                 return answer
             time.sleep(pause)
-        answer = self._client.ask("PUT", f"manifests/{name}", headers=headers, data=content)
+        answer = put()
         assert answer is not None
         return answer
 

@@ -93,6 +93,8 @@ class Encoding:
             compiled=lambda: encoder.programs.compiled,
             ended=_reason,
         )
+        self.drain, self.undrain = self._lane.drain, self._lane.undrain
+        self.close = self._lane.close
 
     def tokenized(
         self,
@@ -158,18 +160,6 @@ class Encoding:
                     return encoded
         result: Encoded = self._lane.result(self._job(tokenized, timeout))
         return result
-
-    def drain(self, deadline: float | None) -> bool:
-        """Refuse new calls and wait, until a time.monotonic, for those under way; return if none is left."""
-        return self._lane.drain(deadline)
-
-    def undrain(self) -> None:
-        """Take calls again, unless `close` was called."""
-        self._lane.undrain()
-
-    def close(self) -> None:
-        """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
-        self._lane.close()
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""

@@ -100,17 +100,15 @@ class UnloadAdapterRequest(ModelRequest, frozen=True, forbid_unknown_fields=True
     lora_name: str = ""
 
 
-class CanaryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CanaryRequest(ModelRequest, frozen=True, forbid_unknown_fields=True):
     """The body of POST /canary.
 
     Attributes:
-        model: the name of a served model; empty: the only one.
         action: `start` a canary; `promote` its release now; `abort` it.
         bundle: of `start`: the release, a directory or a reference.
         share: of `start`: the share of requests that it answers.
     """
 
-    model: str = ""
     action: Literal["start", "promote", "abort"] = "start"
     bundle: str = ""
     share: str = "5%"

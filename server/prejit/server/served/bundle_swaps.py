@@ -253,7 +253,8 @@ class BundleSwaps:
             ModelNotFoundError, UsageError: there is no such model or adapter.
         """
         with self._one_at_a_time:
-            served_adapters.unload_adapter(self._sharing(model), name)
+            for served in self._sharing(model):
+                served.bundle.adapters.unload(name)
             self._changed(f"{model}: unloaded adapter {name}")
 
     def _sharing(self, model: str) -> list[Served]:

@@ -110,13 +110,3 @@ def load_adapter(each: list[Served], name: str, path: str) -> Adapter:
                 hint='end the canary first: POST /canary {"action": "abort"}',
             ) from error
     return found
-
-
-def unload_adapter(each: list[Served], name: str) -> None:
-    """Let no new request choose an adapter; those that run keep it to their end.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
-    for served in each:
-        served.bundle.adapters.unload(name)
