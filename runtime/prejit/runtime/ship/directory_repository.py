@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
@@ -203,15 +204,13 @@ class TarRepository(_OneBundle):
     def _add(self, name: str, size: int, content: io.RawIOBase | io.BytesIO) -> None:
         member = tarfile.TarInfo(name)
         member.size, member.mode = size, 0o644
-        try:
+        with store_errors(self.name, "write"):
             if self._out is None:
                 # Another process that writes the same tar waits. What a killed one left is written over.
                 self._file = os.fdopen(lock_file(self._temporary, mode=0o644), "wb")
                 self._file.truncate(0)
                 self._out = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
             self._out.addfile(member, content)
-        except OSError as error:
-            raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
 
     def publish(self, shipment: Shipment, tag: str) -> None:
         """See `Repository.publish`."""
@@ -221,15 +220,13 @@ class TarRepository(_OneBundle):
             self._add(name, len(content), io.BytesIO(content))
         assert self._out is not None
         assert self._file is not None
-        try:
+        with store_errors(self.name, "write"):
             self._out.close()
             self._file.flush()
             os.fsync(self._file.fileno())
             os.replace(self._temporary, self.name)
             self._file.close()
             self._file = None
-        except OSError as error:
-            raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
 
     def close(self) -> None:
         """See `Destination.close`. Nothing can go on with a tar that is not whole."""

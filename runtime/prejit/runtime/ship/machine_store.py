@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.runtime.base.files import is_digest, user_directory
+from prejit.runtime.base.files import is_digest, store_errors, user_directory
 from prejit.runtime.base.written_files import lock_file, unlock, write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.index_writing import locked
@@ -133,10 +133,8 @@ class MachineStore:
         for document in shipment.documents:
             self.write(document.at, document.pieces)
         directory = self.directory(shipment.digest)
-        try:
+        with store_errors(directory, "make it"):
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"{directory}: cannot make it: {error.strerror}") from error
         with locked(directory):
             # Another process may have fetched other targets since this one looked.
             others = self.targets_of(shipment.digest)
@@ -208,11 +206,9 @@ class MachineStore:
                 hint="`prejit store` lists the bundles of this machine",
             )
         path = self.path / "pins" / digest.removeprefix("sha256:")
-        try:
+        with store_errors(path, "write"):
             path.parent.mkdir(exist_ok=True)
             path.touch() if is_pinned else path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StoreError(f"{path}: cannot write: {error.strerror}") from error
 
     def bundles(self) -> list[StoredBundle]:
         """Return all bundles, the last used first."""
@@ -313,9 +309,6 @@ class MachineStore:
 
 
 def _entries(directory: Path) -> list[Path]:
-    try:
+    with store_errors(directory, "read it"), contextlib.suppress(FileNotFoundError):
         return sorted(directory.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreError(f"{directory}: cannot read it: {error.strerror}") from error
+    return []

@@ -219,19 +219,16 @@ def log_lines(path: str, notes: list[str] | None = None) -> Iterator[dict[str, A
     Raises:
         StoreError: the log cannot be read.
     """
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    found = msgspec.json.decode(line)
-                except msgspec.DecodeError:
-                    found = None
-                if isinstance(found, dict):
-                    yield found
-                elif notes is not None:
-                    notes.append(f"{path}: line {number} is no JSON object")
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read the log: {error.strerror}") from error
+    with store_errors(path, "read the log"), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                found = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                found = None
+            if isinstance(found, dict):
+                yield found
+            elif notes is not None:
+                notes.append(f"{path}: line {number} is no JSON object")
 
 
 def body_of(line: Mapping[str, Any]) -> bytes:
