@@ -8,7 +8,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -37,25 +37,14 @@ ADMIN = "prejit-admin"
 
 async def in_admin_thread(function: Callable[[], T]) -> T:
     """Return the result of a function that may take minutes, run in a thread that the process may leave."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # the request was cancelled
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a request that is cancelled does not end what runs
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as found:
-            error = found
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, result, error)
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
     threading.Thread(target=run, name=ADMIN, daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
