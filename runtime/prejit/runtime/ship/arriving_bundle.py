@@ -62,6 +62,8 @@ class ArrivingBundle:
         self.path = store.directory(shipment.digest)
         self.blobs_root, self.has_shared_blobs = store.path, True
         self._files, self._shipment, self._store = files, shipment, store
+        self.file_path, self.blob_path = files.file_path, files.blob_path
+        self.read_blob = files.read_blob
         self._arrivals = {at.digest: ArrivingBlob() for at in arriving}
         self._others_are_here = threading.Event()
         # The thread has no reference to this object: nobody waits for what nobody has.
@@ -92,23 +94,11 @@ class ArrivingBundle:
 
     # ------------------------------------------------------------------ what `load` reads
 
-    def file_path(self, name: str) -> str:
-        """See `LayoutFiles.file_path`."""
-        return self._files.file_path(name)
-
-    def blob_path(self, digest: str) -> str:
-        """See `LayoutFiles.blob_path`."""
-        return self._files.blob_path(digest)
-
     def read(self, name: str, max_bytes: int) -> bytes:
         """See `LayoutFiles.read`."""
         if name != "index.json":
             return self._files.read(name, max_bytes)
         return self._shipment.index_file
-
-    def read_blob(self, at: Descriptor) -> bytes:
-        """See `LayoutFiles.read_blob`."""
-        return self._files.read_blob(at)
 
     @contextlib.contextmanager
     def open_blob(self, digest: str, size: int) -> Iterator[tuple[int, Identity]]:
