@@ -132,7 +132,7 @@ class _Process:
         try:
             self.begun = self._answer()
         except BaseException:
-            self.close()
+            self._child.release()
             raise
 
     def play(self, line: Line) -> BundleAnswer:
@@ -149,15 +149,11 @@ class _Process:
         found: int = self._answer()
         return found
 
-    def close(self) -> None:
-        """End it."""
-        self._child.release()
-
     def __enter__(self) -> _Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._child.release()
 
     def _answer(self) -> Any:
         answer = self._child.answer()

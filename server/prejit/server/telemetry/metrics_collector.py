@@ -428,7 +428,8 @@ class EngineCollector(Collector):
     ) -> list[tuple[tuple[str], StartReport]]:
         """Return where the time of the start went, from the first request of a bundle on."""
         for one in served:
-            if one.name not in self._starts and _has_answered(metrics[one.name]):
+            has_answered = any(each.whole_seconds.count for each in metrics[one.name].requests)
+            if one.name not in self._starts and has_answered:
                 self._starts[one.name] = one.bundle.start_report()
         return [((one.name,), self._starts[one.name]) for one in served if one.name in self._starts]
 
@@ -460,11 +461,6 @@ def _families(
             elif value is not None:
                 family.add_metric(before, value)
         yield family
-
-
-def _has_answered(metrics: EngineMetrics) -> bool:
-    """Return whether an engine has given a result of any kind."""
-    return any(one.whole_seconds.count for one in metrics.requests)
 
 
 @final
