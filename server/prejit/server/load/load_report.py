@@ -8,6 +8,7 @@ percentile is one of all samples of a rate, never a mean of percentiles.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,11 +100,8 @@ def measures(
     every = [each for window in windows for each in window]
     kept = [each for each in every if not each.failed]
     good = sum(limits.allow(each) for each in every)
-    failures: dict[str, int] = {}
-    for each in every:
-        if each.failed:
-            kind = each.failed.partition(": ")[0]  # the rest may have an id
-            failures[kind] = failures.get(kind, 0) + 1
+    # Behind the colon may be an id.
+    failures = Counter(each.failed.partition(": ")[0] for each in every if each.failed)
     # From the first request of a window to its last answer.
     lasted = sum(
         max([window[-1].due, *(each.due + each.whole for each in window if not each.failed)])
@@ -115,7 +113,7 @@ def measures(
         seconds=sum(window[-1].due for window in windows),
         requests=len(every),
         failed=len(every) - len(kept),
-        failures=failures,
+        failures=dict(failures),
         answered_rate=len(kept) / lasted,
         tokens_rate=sum(each.new_tokens for each in kept) / lasted,
         goodput=good / lasted if limits.is_any else None,
@@ -193,10 +191,9 @@ def conclusions(report: LoadReport) -> list[str]:
     if report.within_limits is not None:
         what = f"{GOOD_SHARE:.0%} of the requests have {report.limits.described()} at"
         found.append(_sentence("within the limits", what, report.within_limits))
-    failures: dict[str, int] = {}
+    failures: Counter[str] = Counter()
     for each in report.rates:
-        for reason, count in each.failures.items():
-            failures[reason] = failures.get(reason, 0) + count
+        failures.update(each.failures)
     found += [f"failed: {count} times: {reason}" for reason, count in failures.items()]
     if late := [each for each in report.rates if each.lag_p99_ms > MOST_LAG_SECONDS * 1e3]:
         rates = few([short(each.rate) for each in late])
