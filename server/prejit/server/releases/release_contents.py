@@ -224,10 +224,8 @@ def _fleet_check(
 
 def _program_check(old: Config, new: Config) -> ReleaseCheck:
     """Check that what callers could ask for is still there: contexts, batches, functions, sentences."""
-    lost = []
-    for name, (was, now) in _bounds(old, new).items():
-        if now < was:
-            lost.append(f"{name} {was} -> {now or 'none'}")
+    bounds = _bounds(old, new).items()
+    lost = [f"{name} {was} -> {now or 'none'}" for name, (was, now) in bounds if now < was]
     functions = [
         {_call_form(each) for each in side.programs if each.kind == "call"} for side in (old, new)
     ]
@@ -336,28 +334,19 @@ def _percent(new: float, old: float) -> str:
 
 def _accuracy_check(old: Config, new: Config, most: float) -> Iterator[ReleaseCheck]:
     """Check what the builds measured on the same text, where both did."""
-    before, after = (each.accuracy for each in (old, new))
-    was, now = (_perplexity(each) for each in (before, after))
-    if now is None:
+    before, after = old.accuracy, new.accuracy
+    if after is None or (now := after.perplexity_millionths) is None:
         return
-    if (
-        was is None
-        or before is None
-        or after is None
-        or (before.text, before.tokens) != (after.text, after.tokens)
-    ):
-        # Without the same figure of the old release, the float32 model of the new one stands for it.
-        was = None if after is None else (after.float32_perplexity_millionths or 0) / 1e6
+    was = None
+    if before is not None and (before.text, before.tokens) == (after.text, after.tokens):
+        was = before.perplexity_millionths
+    if was is None:  # then the float32 model of the new release stands for the old one
+        was = after.float32_perplexity_millionths
     if not was:
         return
     is_bad = now > was * (1 + most)
     why = f"expected at most {most * 100:g} % more, found {_percent(now, was)}" if is_bad else ""
-    yield judged("perplexity", is_bad, (f"{was:.3f}", f"{now:.3f}"), why)
-
-
-def _perplexity(accuracy: Any) -> float | None:
-    found = None if accuracy is None else accuracy.perplexity_millionths
-    return None if found is None else found / 1e6
+    yield judged("perplexity", is_bad, (f"{was / 1e6:.3f}", f"{now / 1e6:.3f}"), why)
 
 
 def _shown(value: Any) -> str:
