@@ -448,13 +448,14 @@ def verdict_markdown(verdict: GateVerdict) -> str:
             "<details><summary>Requests that differ</summary>",
             "",
             "| request | path | difference |",
+            "| --- | --- | --- |",
+            *(
+                f"| {_cell(each.id)} | {_cell(each.path)} | {_cell(each.reason)} |"
+                for each in verdict.differences[:_MOST_DIFFERENCES]
+            ),
+            "",
+            "</details>",
         ]
-        lines += ["| --- | --- | --- |"]
-        lines += [
-            f"| {_cell(each.id)} | {_cell(each.path)} | {_cell(each.reason)} |"
-            for each in verdict.differences[:_MOST_DIFFERENCES]
-        ]
-        lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 

@@ -243,11 +243,7 @@ def _text(random: np.random.Generator, size: int) -> str:
 
 
 def _line(path: str, body: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
-    call = (
-        {"kind": "encode", "model": body["model"]}
-        if seed is None
-        else {"kind": "generate", "model": body["model"], "seed": seed}
-    )
+    kind = "encode" if seed is None else "generate"
     return {
         "event": "request",
         "id": "",
@@ -256,5 +252,5 @@ def _line(path: str, body: dict[str, Any], seed: int | None = None) -> dict[str,
         "status": 200,
         "headers": {"content-type": "application/json"},
         "body": json.dumps(body),
-        "calls": [call],
+        "calls": [{"kind": kind, "model": body["model"], "seed": seed}],
     }
