@@ -190,10 +190,10 @@ def _used(processes: Sequence[WatchedProcess]) -> tuple[Used, ...]:
     requests = [request for process in processes for request in process.requests]
     found = []
     for name in dict.fromkeys(request.name for request in requests):
-        hits = [each for each in requests if each.name == name and each.outcome == HIT]
-        untraced = [each for each in requests if each.name == name and each.outcome == UNTRACED]
-        others = (HIT, UNTRACED)
-        misses = [each for each in requests if each.name == name and each.outcome not in others]
+        own = [each for each in requests if each.name == name]
+        hits = [each for each in own if each.outcome == HIT]
+        untraced = [each for each in own if each.outcome == UNTRACED]
+        misses = [each for each in own if each.outcome not in (HIT, UNTRACED)]
         used = Used(
             name,
             len(hits),
