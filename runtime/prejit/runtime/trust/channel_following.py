@@ -150,7 +150,11 @@ class ChannelState:
     def mark(self, key: str) -> KeyMark:
         """Return the newest that a key, by its id, signed of the channel. Errors as of `read`."""
         path = self._mark_file(key)
-        return KeyMark() if (content := _content(path)) is None else _read_mark(content, path)
+        if (content := _content(path)) is None:
+            return KeyMark()
+        kinds = {name: type(value) for name, value in KeyMark()._asdict().items()}
+        found = _fields(content, path, **kinds)
+        return KeyMark(**{name: found[name] for name in kinds})
 
     def write(self, accepted: Accepted) -> None:
         """Keep what was accepted. Raise PolicyError where it cannot be written."""
@@ -242,10 +246,3 @@ def _read(content: bytes, path: Path) -> Accepted:
         KeySet(found["keys_version"], keys, threshold, expires),
         *(found[name] for name in ("version", "release_keys_version", "release", "began")),
     )
-
-
-def _read_mark(content: bytes, path: Path) -> KeyMark:
-    """Return the mark of a key. Errors as of `_fields`."""
-    kinds = {name: type(value) for name, value in KeyMark()._asdict().items()}
-    found = _fields(content, path, **kinds)
-    return KeyMark(**{name: found[name] for name in kinds})
