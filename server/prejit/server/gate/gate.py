@@ -78,7 +78,7 @@ class Gate:
         if _OPEN.fullmatch(scope["path"]):
             return
         if settings.keys is not None:
-            key = settings.keys.find(request.header(b"authorization").decode("latin-1"))
+            key = settings.keys.find(request.headers.get(b"authorization", b"").decode("latin-1"))
             if key is None:
                 raise ApiError(
                     401,
@@ -98,7 +98,7 @@ class Gate:
                 code="too_many_requests",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
-        length = request.header(b"content-length")
+        length = request.headers.get(b"content-length", b"")
         if length and int(length) > settings.body_bytes:
             raise request.too_large(int(length))
         if request.framing.lower() not in ("", "chunked"):
@@ -107,7 +107,7 @@ class Gate:
                 f"Transfer-Encoding: expected chunked alone, found {request.framing!r:.80}",
                 code="unsupported_encoding",
             )
-        coding = request.header(b"content-encoding").decode("latin-1").strip()
+        coding = request.headers.get(b"content-encoding", b"").decode("latin-1").strip()
         if coding.lower() not in ("", "identity"):
             raise ApiError(
                 415,
@@ -149,7 +149,7 @@ class _Request:
         self._receive = receive
         self._send = send
         self._most = settings.body_bytes
-        self.headers = dict(scope["headers"])
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
         framing = (value for name, value in scope["headers"] if name == b"transfer-encoding")
         self.framing = b", ".join(framing).decode("latin-1").strip()
         given = self.headers.get(b"x-request-id", b"")
@@ -183,11 +183,6 @@ class _Request:
     def who(self) -> str:
         """The name of its key, or else its id."""
         return self._state["client"] or self.id
-
-    def header(self, name: bytes) -> bytes:
-        """Return the value of a header; empty: it is not there."""
-        value: bytes = self.headers.get(name, b"")
-        return value
 
     def set_key(self, key: ApiKey) -> None:
         """Give the request its key."""
