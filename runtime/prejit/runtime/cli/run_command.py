@@ -8,6 +8,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -101,7 +102,8 @@ def run(
         with ExitStack() as stack:
             if live:
                 machine = Fingerprint.current()
-                stack.enter_context(telling(Path(directory), bundle, machine, _tell))
+                tell = partial(print_text, file=sys.stderr)
+                stack.enter_context(telling(Path(directory), bundle, machine, tell))
             status = run_to_end(command, environment_for(orders, os.environ))
         processes = read_events(Path(directory))
     found = report_of(bundle, processes, Fingerprint.current())
@@ -131,10 +133,6 @@ def _check_match(bundle: RecordedBundle, path: str, *, must_match: bool) -> None
             hint=f"add a target on this machine with: prejit record -o {path} -- COMMAND",
         )
     _say(f"{reason}. The program runs without the bundle, and jax compiles.")
-
-
-def _tell(paragraph: str) -> None:
-    print_text(paragraph, file=sys.stderr)
 
 
 def _say(message: str) -> None:
