@@ -43,11 +43,6 @@ class RatioInterval:
     high: float
     pairs: int
 
-    @property
-    def half_width(self) -> float:
-        """Half the length of the interval."""
-        return (self.high - self.low) / 2
-
     def described(self) -> str:
         """Return it as a change: `+9.8 % (+8.1 to +11.9)`."""
         middle, low, high = (
@@ -98,7 +93,7 @@ def is_settled(ratio: RatioInterval | None, limit: float) -> bool:
     """
     if ratio is None:
         return False
-    return ratio.high <= 1 + limit or ratio.half_width < max(limit, 0.01) / 2
+    return ratio.high <= 1 + limit or ratio.high - ratio.low < max(limit, 0.01)
 
 
 def _resampled_medians(
