@@ -137,16 +137,6 @@ async def choose_model(client: HttpClient, model: str | None) -> str:
     return model
 
 
-async def with_inputs(client: HttpClient, load: DrawnLoad) -> DrawnLoad:
-    """Return the load with the inputs of its function, as `/v2` describes them.
-
-    Raises:
-        NetworkError: the server has no such function.
-    """
-    found = await _get(client, f"/v2/models/{load.model}")
-    return replace(load, inputs=tuple(found["inputs"]))
-
-
 async def fitted(client: HttpClient, load: DrawnLoad) -> DrawnLoad:
     """Return the load with as many words in a prompt as make its tokens.
 
@@ -286,7 +276,8 @@ async def _workload(client: HttpClient, options: LoadOptions) -> Workload:
     if load.api == "infer":
         if not load.model:
             raise UsageError("--api infer: expected the name of a function in --model, found none")
-        return await with_inputs(client, load)
+        found = await _get(client, f"/v2/models/{load.model}")
+        return replace(load, inputs=tuple(found["inputs"]))
     model = await choose_model(client, load.model or None)
     return await fitted(client, replace(load, model=model))
 
