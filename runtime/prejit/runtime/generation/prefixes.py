@@ -48,8 +48,7 @@ class PrefixCache:
     def __init__(self, decoder: DecoderPrograms, most_bytes: int) -> None:
         """Keep nothing yet, and never more than this."""
         self._decoder = decoder
-        # The host reads and makes the caches of one CPU device.
-        self._is_compact = decoder.device.platform == "cpu" and decoder.device.mesh is None
+        self._is_compact = can_compact(decoder)
         self.most_bytes = most_bytes
         self._prefixes: list[_Kept] = []  # the one that was used last comes last
         self.size_bytes = 0
@@ -225,6 +224,11 @@ class CompactPrefix:
             end = start + math.prod(kept.shape) * dtype.itemsize
             yield array, self._memory[start:end].view(dtype).reshape(kept.shape)
             start = end
+
+
+def can_compact(decoder: DecoderPrograms) -> bool:
+    """Return whether the caches of a decoder are on one CPU device, where the host reads and makes them."""
+    return decoder.device.platform == "cpu" and decoder.device.mesh is None
 
 
 def _beginning(array: Array, values: np.ndarray[Any, Any], positions: int) -> np.ndarray[Any, Any]:
