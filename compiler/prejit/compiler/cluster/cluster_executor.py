@@ -33,8 +33,8 @@ from prejit.compiler.cluster.node import (
     own_cpu,
     send,
 )
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, compile_once, find_compiled
-from prejit.compiler.compile.executor import give_error, give_result, need_of, pass_on
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, compile_once
+from prejit.compiler.compile.executor import begin, give_error, give_result, need_of, pass_on
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 from prejit.compiler.compile.worker_process import JOB_SECONDS
@@ -152,11 +152,8 @@ class ClusterExecutor:
         """
         if _needs_own_cpu(job) and self._other:
             return self._here.submit(job)
-        self._progress.add()
-        future: Future[Compiled] = Future()
-        if (stored := find_compiled(self._store, job.key)) is not None:
-            self._progress.cached()
-            future.set_result(stored)
+        future = begin(self._store, self._progress, job)
+        if future.done():
             return future
         task = _Task(job, future, need_of(self._store, job))
         with self._lock:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, as_compiled
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, as_compiled, find_compiled
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress
@@ -57,6 +57,16 @@ class Executor(Protocol):
 
     def __exit__(self, *raised: object) -> None:
         """Close it."""
+
+
+def begin(store: Store, progress: Progress, job: CompileJob) -> Future[Compiled]:
+    """Count a job and return its future, which has the result already if the store has it."""
+    progress.add()
+    future: Future[Compiled] = Future()
+    if (stored := find_compiled(store, job.key)) is not None:
+        progress.cached()
+        future.set_result(stored)
+    return future
 
 
 def give_result(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, compile_once, find_compiled
-from prejit.compiler.compile.executor import give_error, give_result, need_of, size_need
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, compile_once
+from prejit.compiler.compile.executor import begin, give_error, give_result, need_of, size_need
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerKilledError, WorkerProcess
 from prejit.compiler.progress import Progress, Quiet
@@ -110,12 +110,8 @@ class WorkerPool:
 
     def submit(self, job: CompileJob) -> Future[Compiled]:
         """See `Executor.submit`."""
-        self._progress.add()
-        future: Future[Compiled] = Future()
-        stored = find_compiled(self._store, job.key)
-        if stored is not None:
-            self._progress.cached()
-            future.set_result(stored)
+        future = begin(self._store, self._progress, job)
+        if future.done():
             return future
         attempt = _Attempt(job, future, need_of(self._store, job))
         with self._changed:
