@@ -22,7 +22,6 @@ from typing import Any, Literal, final
 
 from prejit.compiler.lowering.user.trace_inputs import (
     OF_BUILD,
-    VARIABLES,
     Input,
     Kind,
     file_digest,
@@ -178,18 +177,8 @@ class Observer:
         if (is_own and asked not in ("expanduser", "home")) or not varies(name):
             self._reads.add(Input("variable", name))
 
-    def note_working_directory(self) -> None:
-        """Note that code asked for the working directory."""
-        if self._reader() is not None:
-            self._reads.add(Input("working directory", OF_BUILD))
-
-    def note_variables(self) -> None:
-        """Note that the names of the environment variables were read."""
-        if self._reader() is not None:
-            self._reads.add(Input("variable", VARIABLES))
-
-    def note_search(self, kind: Literal["module", "version of"], name: str) -> None:
-        """Note that code asked whether there is a module, or for the version of a distribution."""
+    def note_asked(self, kind: Kind, name: str) -> None:
+        """Note that code asked for what is no file: whether there is a module, a version, a directory."""
         if self._reader() is not None:
             self._reads.add(Input(kind, name))
 

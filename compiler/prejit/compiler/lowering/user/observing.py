@@ -31,7 +31,7 @@ from urllib.parse import unquote, urlsplit
 from weakref import WeakKeyDictionary
 
 from prejit.compiler.lowering.user.observer import Observer, canonical, sees_status
-from prejit.compiler.lowering.user.trace_inputs import is_installed
+from prejit.compiler.lowering.user.trace_inputs import OF_BUILD, VARIABLES, is_installed
 
 _BOOTSTRAP: Any = importlib._bootstrap
 _UTIL: Any = importlib.util
@@ -117,12 +117,12 @@ def observing(observer: Observer) -> Iterator[None]:
 
     def find_spec(name: str, *args: Any) -> Any:
         if is_on():
-            observer.note_search("module", name)
+            observer.note_asked("module", name)
         return search(name, *args)
 
     def find_distribution(cls: type[metadata.Distribution], name: str) -> Any:
         if is_on():
-            observer.note_search("version of", canonical(name))
+            observer.note_asked("version of", canonical(name))
         return from_name.__func__(cls, name)
 
     def reader(call: str) -> Callable[..., Any]:
@@ -144,7 +144,7 @@ def observing(observer: Observer) -> Iterator[None]:
         @wraps(working[call])
         def ask() -> Any:
             if is_on():
-                observer.note_working_directory()
+                observer.note_asked("working directory", OF_BUILD)
             return working[call]()
 
         return ask
@@ -262,7 +262,7 @@ def _observe_variables() -> None:
 
     def read_names(self: Any) -> Iterator[Any]:
         for observer in _watching():
-            observer.note_variables()
+            observer.note_asked("variable", VARIABLES)
         return names(self)
 
     os._Environ.__getitem__ = read_variable  # type: ignore[method-assign]
