@@ -262,9 +262,8 @@ _MAX_SHOWN = 8
 
 
 def _content(path: Path, where: str) -> bytes:
-    with store_errors(f"{where}.path: {path}", "read"):
-        with path.open("rb") as file:
-            content = file.read(limits.MAX_LIBRARY_BYTES + 1)
+    with store_errors(f"{where}.path: {path}", "read"), path.open("rb") as file:
+        content = file.read(limits.MAX_LIBRARY_BYTES + 1)
     if len(content) > limits.MAX_LIBRARY_BYTES:
         raise ManifestError(
             f"{where}.path: {path}: expected at most {limits.MAX_LIBRARY_BYTES} bytes, found more",

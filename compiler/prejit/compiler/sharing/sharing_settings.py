@@ -165,6 +165,5 @@ def _texts(table: dict[str, Any], name: str, where: str) -> list[str]:
 
 
 def _key(path: Path) -> PublicKey:
-    with store_errors(path, "read a key"):
-        with path.open("rb") as file:
-            return read_key(file.read(MAX_KEY_BYTES + 1), str(path))
+    with store_errors(path, "read a key"), path.open("rb") as file:
+        return read_key(file.read(MAX_KEY_BYTES + 1), str(path))

@@ -34,7 +34,7 @@ from prejit.compiler.lowering.user.traced_primitives import (
     INDEXING,
     PALLAS,
     called_files,
-    count_operations,
+    equations,
     find_calls,
     noting_files,
     source_files,
@@ -255,7 +255,8 @@ def _trial_sizes(
         [(sizes, True) for sizes in padded_sizes(spec.bucket, pad, numbers)],
         [(sizes, False) for sizes in open_sizes(spec.bucket, opened, numbers)],
     ]
-    most = 1 if count_operations(traced) > _MANY_OPERATIONS else None
+    operations = sum(1 for _ in equations(traced.jaxpr))
+    most = 1 if operations > _MANY_OPERATIONS else None
     return [each for kind in found for each in kind[:most]]
 
 

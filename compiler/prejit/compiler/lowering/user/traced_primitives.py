@@ -58,11 +58,6 @@ def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
     ]
 
 
-def count_operations(traced: ClosedJaxpr) -> int:
-    """Return the number of operations of a traced function and of all functions that it calls."""
-    return sum(1 for _ in equations(traced.jaxpr))
-
-
 def source_files(traced: ClosedJaxpr) -> set[str]:
     """Return the files of all code that made the operations of a traced function."""
     tracebacks = {id(t): t for e in equations(traced.jaxpr) if (t := e.source_info.traceback)}

@@ -138,10 +138,6 @@ class ImageTower(nnx.Module):
         length = jnp.full(len(x), x.shape[1], jnp.int32)
         for block in part_of(self, self.family.layers):
             x = block(x, length)
-        return self.normed(x)
-
-    def normed(self, x: jax.Array) -> jax.Array:
-        """Return x [B, T, D] behind the last norm."""
         return part_of(self, self.family.norm)(x)
 
     def embed(self, pixels: jax.Array) -> jax.Array:

@@ -70,7 +70,10 @@ def lower(space: Workspace, program: PlannedProgram) -> Lowered:
         section = program.spec.section
         first = next(each for each in plan.programs if each.spec.section == section)
         if made.narrowed and name == first.spec.name:
-            progress.note(_narrowed(section, made.narrowed))
+            progress.note(
+                f"{section} is built with {few(made.narrowed)}: jax_enable_x64 is off, and calls "
+                "convert alike"
+            )
         unknown = [at for at, text in (made.state or {}).items() if '["unknown",' in text]
         if unknown and name == first.spec.name:
             progress.note(_incomparable(section, unknown))
@@ -116,13 +119,6 @@ def has_lost_native(program: PlannedProgram, store: Store) -> bool:
 def lowered_again(name: str) -> str:
     """Return what people read when the store has lost a program."""
     return f"{name} was damaged or deleted in the build cache and is lowered again"
-
-
-def _narrowed(section: str, arguments: Sequence[str]) -> str:
-    """Return what people read of arguments that jax takes for narrower ones."""
-    return (
-        f"{section} is built with {few(arguments)}: jax_enable_x64 is off, and calls convert alike"
-    )
 
 
 def _incomparable(section: str, places: Sequence[str]) -> str:

@@ -337,7 +337,6 @@ def _pieces(content: bytes | Path) -> Iterator[bytes]:
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
         return
-    with store_errors(content, "read"):
-        with content.open("rb") as file:
-            while piece := file.read(CHUNK_BYTES):
-                yield piece
+    with store_errors(content, "read"), content.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            yield piece
