@@ -297,7 +297,18 @@ class Block(nnx.Module):
         names, factors = self.names, self.factors
         whole = new.wanted(x) if last else x
         normed = self.normed(x, names.attention_norm) if self.mixes else x
-        x, layer = self._add_mixed(whole, normed, turns, new, layer, kept, last=last)
+        x = whole
+        state: LayerCache = ()
+        if self.has_state:
+            arrays = len(layer) - (2 if self.attends else 0)
+            mixed, state = self._state(normed, new, layer[:arrays], last=last)
+            x = self._add(x, names.state_output, mixed, names.after_attention, factors.state)
+            layer = layer[arrays:]
+        if self.attends:
+            read = normed if factors.attended == 1 else normed * factors.attended
+            mixed, layer = self._attend(read, turns, new, layer, kept, last=last)
+            x = self._add(x, names.output, mixed, names.after_attention, factors.attention)
+        layer = (*state, *layer)
         if not self.feeds:
             return x, layer
         if not self.is_parallel:
@@ -311,31 +322,6 @@ class Block(nnx.Module):
             return self._joined(x, mixed, names.after_mlp, factors.mlp), layer
         inner = self.widened(read, names.up)
         return self._add(x, names.down, inner, names.after_mlp, factors.mlp), layer
-
-    def _add_mixed(
-        self,
-        x: jax.Array,
-        normed: jax.Array,
-        turns: Turns,
-        new: NewTokens,
-        layer: LayerCache,
-        kept: dict[int, KeysValues],
-        *,
-        last: bool,
-    ) -> tuple[jax.Array, LayerCache]:
-        """Return x plus what attention and the layer with a state make of its norm; and the cache."""
-        names, factors = self.names, self.factors
-        state: LayerCache = ()
-        if self.has_state:
-            arrays = len(layer) - (2 if self.attends else 0)
-            mixed, state = self._state(normed, new, layer[:arrays], last=last)
-            x = self._add(x, names.state_output, mixed, names.after_attention, factors.state)
-            layer = layer[arrays:]
-        if self.attends:
-            read = normed if factors.attended == 1 else normed * factors.attended
-            mixed, layer = self._attend(read, turns, new, layer, kept, last=last)
-            x = self._add(x, names.output, mixed, names.after_attention, factors.attention)
-        return x, (*state, *layer)
 
     def normed(self, x: jax.Array, name: str) -> jax.Array:
         """Return the norm of x; x itself for an empty name."""
