@@ -194,8 +194,6 @@ class _Counting:
         has_new_program = was.portable.raw_digest != now.portable.raw_digest
         has_new_executable = was.executable.raw_digest != now.executable.raw_digest
         fields = _fields(_described(was), _described(now))
-        if not (has_new_program or has_new_executable or fields):
-            return None
         counts: dict[str, Sides] = {}
         if has_new_program:
             before, after = self._operations(0, old, was), self._operations(1, new, now)

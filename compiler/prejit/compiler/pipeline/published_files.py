@@ -39,11 +39,7 @@ _OUTLINE_BYTES = 64 << 10
 
 def watching(files: Mapping[Path, HashedFile]) -> Reading:
     """Return what readers call, so that each file is hashed up to what they read next."""
-
-    def read_ahead(path: Path, start: int, end: int) -> None:
-        files[path].read_ahead(start, end)
-
-    return read_ahead
+    return lambda path, start, end: files[path].read_ahead(start, end)
 
 
 @final
