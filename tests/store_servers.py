@@ -141,11 +141,10 @@ def docker_registry(
 
 
 @contextmanager
-def running_registry(directory: Path) -> Iterator[Server]:
-    """Run an OCI registry. Skip the test where it is not installed."""
-    server = docker_registry(directory)
+def running(server: Server | None, name: str = "docker-registry") -> Iterator[Server]:
+    """Run a server. Skip the test where it is None."""
     if server is None:
-        pytest.skip("docker-registry is not installed (Debian has it)")
+        pytest.skip(f"{name} is not installed: see tests/store_servers.py")
     server.start()
     try:
         yield server

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.integration.test_serve import INFER, infer
-from tests.store_servers import running_registry
+from tests.store_servers import docker_registry, running
 from tests.waiting import wait_for
 
 from .campaign import ROOT
@@ -344,7 +344,7 @@ def test_wedged_clients(stage):
 
 
 def test_a_storm_of_cold_servers(stage):
-    with running_registry(stage.directory) as registry:
+    with running(docker_registry(stage.directory)) as registry:
         reference = f"{registry.url}/drill:v1"
         command = [sys.executable, "-m", "prejit.runtime", "push", str(stage.source), reference]
         subprocess.run(command, check=True, capture_output=True, timeout=300)

@@ -11,7 +11,7 @@ import pytest
 from tests.encoders import write_encoder
 from tests.manifests import encoder_manifest, write_manifest
 from tests.processes import ran
-from tests.store_servers import running_registry
+from tests.store_servers import docker_registry, running
 
 from prejit.runtime import load
 
@@ -133,7 +133,7 @@ def serve():
 @pytest.fixture
 def registry(tmp_path):
     """A real registry, as a `Server` of store_servers.py."""
-    with running_registry(tmp_path) as server:
+    with running(docker_registry(tmp_path)) as server:
         yield server
 
 

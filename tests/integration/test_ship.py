@@ -1,13 +1,13 @@
 """Bundles ship through real servers and registries, in this process and in fresh ones without jax."""
 
 import base64
+import contextlib
 import json
 import os
 import ssl
 import sys
 import time
 import uuid
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
@@ -21,7 +21,7 @@ from tests.extent import one_in
 from tests.fake_registry import fake_registry
 from tests.http_serving import QuietHandler, serving
 from tests.processes import ran
-from tests.store_servers import KINDS, docker_registry, moto_as_google
+from tests.store_servers import KINDS, docker_registry, moto_as_google, running
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
@@ -60,11 +60,7 @@ def prejit(env, *words):
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
-    server = SERVERS[kind](tmp_path)
-    if server is None:
-        pytest.skip(f"{kind} is not installed: see tests/store_servers.py")
-    server.start()
-    try:
+    with running(SERVERS[kind](tmp_path), kind) as server:
         env |= server.env
         at = f"{server.url}/call" + ("" if kind == "nginx" else ":v1")
         pushed = json.loads(prejit(env, "push", GOLDEN / "call", at, "--json"))
@@ -76,8 +72,6 @@ def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
             assert pushed["digest"] in prejit(env, "ls", f"{server.url}/call")
         if kind not in ("nginx", "docker_registry"):
             assert "no tag leads to" in prejit(env, "rm", at)
-    finally:
-        server.kill()
     assert audit(tmp_path / "out", check_generation).digest == pushed["digest"]
     copied = f"{at.partition(':v1')[0]}@{pushed['digest']}"  # the server is gone: the store has it
     ran(sys.executable, "-W", "ignore", "-c", CALL, copied, env=env)
@@ -107,7 +101,7 @@ ADDRESS = "127.0.0.2"
 """An address of this machine that prejit does not reach without TLS, unlike 127.0.0.1."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def guarded_registry(directory):
     """Serve a real docker-registry with TLS of a private CA, which takes tokens of a service of ours."""
     authority = trustme.CA()
@@ -170,14 +164,9 @@ def guarded_registry(directory):
             more=f"auth: {{token: {{realm: 'https://{service}/token', service: a-registry, issuer: tests, "
             f"rootcertbundle: {files['authority']}}}}}\n",
         )
-        if server is None:
-            pytest.skip("docker-registry is not installed (Debian has it)")
-        server.start()
-        try:
+        with running(server):
             state.host = server.url.removeprefix("oci://").partition("/")[0]
             yield state
-        finally:
-            server.kill()
 
 
 @pytest.fixture
@@ -283,14 +272,11 @@ def test_who_has_no_login_may_only_read_or_trusts_no_private_ca(guarded, tmp_pat
 
 
 def test_a_registry_that_mirrors_another_one_stands_in_for_it(tmp_path, monkeypatch):
-    upstream = docker_registry(tmp_path)
-    if upstream is None:
-        pytest.skip("docker-registry is not installed (Debian has it)")
-    host = upstream.url.removeprefix("oci://").partition("/")[0]
-    mirror = docker_registry(tmp_path, more=f"proxy: {{remoteurl: 'http://{host}'}}\n")
-    upstream.start()
-    mirror.start()
-    try:
+    with contextlib.ExitStack() as stack:
+        upstream = stack.enter_context(running(docker_registry(tmp_path)))
+        host = upstream.url.removeprefix("oci://").partition("/")[0]
+        proxy = docker_registry(tmp_path, more=f"proxy: {{remoteurl: 'http://{host}'}}\n")
+        mirror = stack.enter_context(running(proxy))
         digest = moved(GOLDEN / "call", f"{upstream.url}:v1").digest
         with load(f"{mirror.url}:v1") as bundle:
             assert bundle.digest == digest
@@ -301,6 +287,3 @@ def test_a_registry_that_mirrors_another_one_stands_in_for_it(tmp_path, monkeypa
         monkeypatch.setenv(BUNDLES, str(tmp_path / "second"))
         with load(f"{mirror.url}@{digest}") as bundle:
             assert bundle.digest == digest
-    finally:
-        upstream.kill()
-        mirror.kill()

@@ -15,7 +15,7 @@ from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
 from tests.layouts import blob
 from tests.signers import key_table, signer, write_policy
-from tests.store_servers import running_registry
+from tests.store_servers import docker_registry, running
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
@@ -46,7 +46,7 @@ def signed(bundle_dir):
 @pytest.fixture
 def registry(tmp_path):
     """The address of a real registry, without the API of OCI 1.1 for referrers."""
-    with running_registry(tmp_path) as server:
+    with running(docker_registry(tmp_path)) as server:
         yield server.url.removeprefix("oci://").replace("/team/store", "/models/demo")
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 import pytest
 from tests.extent import one_in
 from tests.fake_registry import fake_registry
-from tests.store_servers import azurite, docker_registry, moto, nginx, s3rver
+from tests.store_servers import azurite, docker_registry, moto, nginx, running, s3rver
 from tests.threads import in_threads
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, http_store, s3_store
 
@@ -61,11 +61,7 @@ def connect(request, tmp_path, monkeypatch, files):
             return
         url, env = str(tmp_path / "shared"), {}
         if kind in SERVERS:
-            server = SERVERS[kind](tmp_path)
-            if server is None:
-                pytest.skip(f"{kind} is not installed")
-            server.start()
-            stack.callback(server.kill)
+            server = stack.enter_context(running(SERVERS[kind](tmp_path), kind))
             url, env = server.url, server.env
         elif kind in S3:
             endpoint = stack.enter_context(s3_store(kind.rpartition(" ")[2]))
