@@ -140,6 +140,24 @@ def prejit(run_python):
     return run
 
 
+@pytest.fixture(name="ran")
+def _ran(capsys):
+    """Runs a command in this process. Gives what it wrote: `ran("verify", path, status=4).err`."""
+    from prejit.runtime.__main__ import main
+
+    def ran(*argv, status=0):
+        assert main([*map(str, argv)]) == status
+        return capsys.readouterr()
+
+    return ran
+
+
+@pytest.fixture
+def said(ran):
+    """Runs a command in this process and returns what it prints."""
+    return lambda *argv, **options: str(ran(*argv, **options).out)
+
+
 @pytest.fixture
 def no_warnings_of_fallback():
     """For tests that fall back on purpose and look at something else."""

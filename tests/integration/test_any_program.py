@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 from tests.manifests import functions_manifest
 
 from prejit.runtime import UsageError, load
-from prejit.runtime.__main__ import main
 
 MODULE = """
 import functools
@@ -321,9 +320,8 @@ def test_a_wrong_use_says_what_was_expected(bundle, users_code):
             call(bundle)
 
 
-def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_path, capsys):
-    assert main(["inspect", str(path)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_path, ran, said):
+    lines = [" ".join(line.split()) for line in said("inspect", path).splitlines()]
     at = lines.index(next(line for line in lines if line.startswith("train state State(params=")))
     told = ["x float32[2, 8]", "y float32[2, 4]", 'mode "tanh" or "linear"']
     assert lines[at + 1 : at + 4] == told
@@ -332,8 +330,7 @@ def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_pa
     assert {"rows x float32[batch, 3]", "normal 0 random key"} <= {*lines}
     np.save(tmp_path / "key.npy", np.array([0, 7], np.uint32))
     call = ["call", str(path), "normal", "-o", str(tmp_path), "--json"]
-    assert main([*call, "--arg", f"0={tmp_path / 'key.npy'}"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
+    results = json.loads(said(*call, "--arg", f"0={tmp_path / 'key.npy'}"))["results"]
     assert results == {"result": {"dtype": "float32", "shape": []}}
     train = ["call", str(path), "train", "-o", str(tmp_path)]
     for begun, static, problem in (
@@ -342,15 +339,13 @@ def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_pa
         (train, "mode", "--static: expected NAME=VALUE, found 'mode'"),
         (train, "=1", "--static: expected NAME=VALUE, found '=1'"),
     ):
-        assert main([*begun, "--static", static]) == 2
-        assert problem in capsys.readouterr().err
+        assert problem in ran(*begun, "--static", static, status=2).err
     for name, output, problem in (
         ("key.npy", "key.npy", "key.npy: cannot write results: File exists\n"),
         ("none.npy", "results", "none.npy: cannot read an array: No such file or directory\n"),
     ):
         call = ["call", str(path), "normal", "-o", str(tmp_path / output)]
-        assert main([*call, "--arg", f"0={tmp_path / name}"]) == 6
-        assert problem in capsys.readouterr().err
+        assert problem in ran(*call, "--arg", f"0={tmp_path / name}", status=6).err
 
 
 MLIR = "module {{ func.func @main(%x: {0}) -> {0} {{ return %x : {0} }} }}"

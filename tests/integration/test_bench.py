@@ -81,9 +81,8 @@ def test_an_encoder_is_measured_by_shape_and_with_mixed_sentences(encoder_dir, t
     assert {"exec to first result", "peak RSS"} <= {row["name"] for row in found}
 
 
-def test_a_full_disk_costs_the_file_and_not_what_was_measured(decoder_dir, capsys):
+def test_a_full_disk_costs_the_file_and_not_what_was_measured(decoder_dir, ran):
     quick = ("--runs", "1", "--seconds", "0.1")
-    assert main(["bench", str(decoder_dir), *quick, "-o", "/dev/full"]) == 6
-    said = capsys.readouterr()
+    said = ran("bench", decoder_dir, *quick, "-o", "/dev/full", status=6)
     assert "first token, prompt 16, alone" in said.out
     assert "/dev/full: cannot write: No space left on device" in said.err

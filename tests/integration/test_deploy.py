@@ -189,7 +189,7 @@ def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, serve):
     assert server.end(signal.SIGTERM, drain + 10) == 0, server.said
 
 
-def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, programs, tmp_path, capsys):
+def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, programs, tmp_path, said):
     pod = one(plain(), "DaemonSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
@@ -199,8 +199,7 @@ def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, programs, tm
         printed.kill()
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "node-1.json").write_bytes(line)
-    assert main(["fleet", str(bundle_dir), str(tmp_path / "saved"), "--on-mismatch", "error"]) == 0
-    assert "node-1" in capsys.readouterr().out
+    assert "node-1" in said("fleet", bundle_dir, tmp_path / "saved", "--on-mismatch", "error")
 
 
 @pytest.mark.thorough

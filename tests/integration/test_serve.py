@@ -123,7 +123,9 @@ def check_replay_and_gate(old, new, log, directory, capsys):
     assert main(["gate", f"x={old}", str(new), "--requests", str(log)]) == 2
 
 
-def test_a_server_from_start_to_replay_of_its_log(serve, bundle_dir, make_recipe, tmp_path, capsys):
+def test_a_server_from_start_to_replay_of_its_log(
+    serve, bundle_dir, make_recipe, tmp_path, capsys, said
+):
     path, log = tmp_path / "admin", tmp_path / "log.jsonl"
     with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
         left_behind.bind(str(path))
@@ -149,8 +151,8 @@ def test_a_server_from_start_to_replay_of_its_log(serve, bundle_dir, make_recipe
     assert infer(server, headers=foreign).status_code == 403
     with over(path) as admin, httpx.Client(timeout=60) as client:
         check_drain(server, admin, client)
-    assert main(["profile", f"unix:{path}", "--seconds", "0.1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["seconds"] >= 0.1
+    profiled = json.loads(said("profile", f"unix:{path}", "--seconds", "0.1", "--json"))
+    assert profiled["seconds"] >= 0.1
     assert server.end() == 0
     assert not path.exists()
     assert "Traceback" not in server.said
@@ -426,7 +428,7 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
 
 
 @pytest.mark.thorough
-def test_streams_that_clients_left_are_replayed_up_to_there(serve, decoder_dir, tmp_path, capsys):
+def test_streams_that_clients_left_are_replayed_up_to_there(serve, decoder_dir, tmp_path, said):
     log = tmp_path / "log.jsonl"
     server = serve(decoder_dir, "--log", log, "--slots", "3").wait_until_ready()
     for seed in range(6):
@@ -442,8 +444,7 @@ def test_streams_that_clients_left_are_replayed_up_to_there(serve, decoder_dir, 
     calls = [call for line in lines if line["event"] == "request" for call in line["calls"]]
     assert len(calls) == 6 + 8 * 60 + 1
     assert all(call["token_ids"] for call in calls)
-    assert main(["replay", str(log), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(said("replay", log, "--json"))
     assert (report["equal"], report["differences"]) == (6 + 8 + 1, [])
 
 

@@ -12,7 +12,6 @@ from oras.layout.layout import Layout
 from tests.layouts import blob, index_of
 
 from prejit.runtime import RejectError, load
-from prejit.runtime.__main__ import main
 
 NAME = "org.opencontainers.image.ref.name"
 TARGETS = ("cpu-host", "cpu-x86-64-v3")
@@ -127,12 +126,11 @@ def copy_of(layout, to, *targets, indent=None, others=()):
     return to
 
 
-def test_a_copy_of_one_target_is_a_bundle_of_that_target(bundle_dir, tmp_path, capsys):
+def test_a_copy_of_one_target_is_a_bundle_of_that_target(bundle_dir, tmp_path, ran):
     last = set()
     for indent in (None, 2):
         copy = copy_of(bundle_dir, tmp_path / f"{indent}", "cpu-x86-64-v3", indent=indent)
-        assert main(["verify", str(copy)]) == 0
-        said = capsys.readouterr().out
+        said = ran("verify", copy).out
         assert "ok: 1 targets" in said
         last.add(said.splitlines()[-1])
     assert len(last) == 1, "one digest"

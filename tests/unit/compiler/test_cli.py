@@ -30,10 +30,10 @@ def places(tmp_path):
     return ["-o", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
 
 
-def test_a_target_that_is_left_out_when_asked_is_named(manifest, tmp_path, places, capsys):
+def test_a_target_that_is_left_out_when_asked_is_named(manifest, tmp_path, places, ran):
     options = [*places, "--skip-unbuildable"]
-    assert run(["build", str(manifest), *options]) == 0
-    assert f"{manifest}: left out cpu-x86-64-v4: it lacks avx512f" in capsys.readouterr().err
+    printed = ran("build", manifest, *options).err
+    assert f"{manifest}: left out cpu-x86-64-v4: it lacks avx512f" in printed
     assert len(index_of(tmp_path / "out" / "tiny")["manifests"]) == 1
     # A manifest with nothing left is passed over.
     assert run(["build", str(manifest), *options, "--target", "cpu-x86-64-v4"]) == 0
@@ -76,18 +76,15 @@ def test_a_variable_with_a_wrong_value_is_named(manifest, places, monkeypatch):
                 run(["build", str(manifest), *places, "--target", "cpu-host"])
 
 
-def test_patterns_that_match_nothing_and_limits_of_a_plan_are_named(manifest, places, capsys):
+def test_patterns_that_match_nothing_and_limits_of_a_plan_are_named(manifest, places, ran):
     text = manifest.read_text().replace("args =", 'reads = ["[", "*.none"]\nargs =')
     manifest.write_text(text)
     command = ["plan", str(manifest), *places[2:], "--target", "cpu-host"]
-    assert run([*command, "--json"]) == PLAN_HAS_CHANGES
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran(*command, "--json", status=PLAN_HAS_CHANGES).out)
     assert (found["to_compile"], found["traced_at_build"]) == (0, 1)
     [row] = found["programs"]
     assert (row["state"], row["cached"]) == ("traced at build", False)
-    assert run(["build", str(manifest), *places, "--target", "cpu-host"]) == 0
-    said = capsys.readouterr().err
+    said = ran("build", manifest, *places, "--target", "cpu-host").err
     assert f"{manifest}: reads: '[' matches no file" in said
     assert f"{manifest}: reads: '*.none' matches no file" in said
-    assert run(command) == 0
-    assert "\n1 program: 1 cached" in capsys.readouterr().out
+    assert "\n1 program: 1 cached" in ran(*command).out

@@ -243,20 +243,17 @@ def test_what_was_made_from_gguf_files_goes_when_no_build_has_used_it(root, tmp_
     assert model.read_bytes() == b"weights"
 
 
-def test_gc_of_a_named_cache_touches_nothing_outside(root, environments_root, monkeypatch, capsys):
+def test_gc_of_a_named_cache_touches_nothing_outside(root, environments_root, monkeypatch, said):
     outside = environment(environments_root, "old")
     environments.lock_path(environments_root / "left").touch()
     age(environments_root, 40)
     before = files(environments_root)
     age(root, 31)
-    assert run(["gc", "--cache", str(root), "--dry-run", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(said("gc", "--cache", root, "--dry-run", "--json"))
     assert report["dry_run"] is True
     assert 1000 > report["freed_bytes"] == sum(found["size"] for found in report["removed"]) > 0
-    assert run(["gc", "--cache", str(root), "--days", "32"]) == 0
-    assert "freed 0 B" in capsys.readouterr().out
-    assert run(["gc", "--cache", str(root)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"freed {report['freed_bytes']} B"
+    assert "freed 0 B" in said("gc", "--cache", root, "--days", "32")
+    assert said("gc", "--cache", root).splitlines()[-1] == f"freed {report['freed_bytes']} B"
     assert run(["gc", "--cache", str(root / "none")]) == 0
     assert not (root / "none").exists()
     assert files(environments_root) == before

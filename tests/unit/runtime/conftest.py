@@ -2,7 +2,6 @@
 
 import pytest
 
-from prejit.runtime.__main__ import main
 from prejit.runtime.programs.bucket_choice import BucketChoice
 from prejit.runtime.programs.user_programs import Calls
 
@@ -26,20 +25,3 @@ def called(monkeypatch):
         return names
 
     return called
-
-
-@pytest.fixture
-def ran(capsys):
-    """Runs a command in this process. Gives what it wrote: `ran("verify", path, status=4).err`."""
-
-    def ran(*argv, status=0):
-        assert main([*map(str, argv)]) == status
-        return capsys.readouterr()
-
-    return ran
-
-
-@pytest.fixture
-def said(ran):
-    """Runs a command in this process and returns what it prints."""
-    return lambda *argv, **options: str(ran(*argv, **options).out)

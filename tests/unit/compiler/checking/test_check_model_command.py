@@ -38,9 +38,8 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_model_that_passes_ends_with_status_0(capsys):
-    assert main(["check-model", "model:make_model"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_model_that_passes_ends_with_status_0(said):
+    lines = said("check-model", "model:make_model").splitlines()
     assert lines[0] == "check       result  worst difference"
     assert lines[2] == "attributes  pass"
     assert [line.split()[1] for line in lines[2:-2]] == ["pass"] * 15
@@ -61,20 +60,19 @@ def test_a_failed_check_says_a_change(directory, capfd):
 
 
 @pytest.mark.thorough
-def test_params_and_a_reference_count(directory, capsys):
+def test_params_and_a_reference_count(directory, ran, said):
     model = tiny_models.random_model(tiny_models.Tiny)
     values = {"places": model.places, "mixing": model.mixing}
     save_file({**values, "embedding": 0 * model.embedding}, directory / "zeros.safetensors")
     options = ["--params", "zeros.safetensors", "--reference", "model:zeros"]
-    assert main(["check-model", "model:model", *options]) == 1
-    printed = capsys.readouterr().out
+    printed = said("check-model", "model:model", *options, status=1)
     assert "sensitive   FAIL    0.0e+00" in printed
     assert "against     FAIL    1.0e+00" in printed
     assert "found a difference of 1.0e+00 of their spread after token 0" in printed
     assert "15 checks: 14 passed" not in printed
     save_file(values, directory / "fewer.safetensors")
-    assert main(["check-model", "model:model", "--params", "fewer.safetensors"]) == 2
-    assert "embedding is in the module alone" in capsys.readouterr().err
+    printed = ran("check-model", "model:model", "--params", "fewer.safetensors", status=2)
+    assert "embedding is in the module alone" in printed.err
 
 
 WRONG = [  # arguments, error, hint
@@ -103,29 +101,28 @@ def test_wrong_arguments_are_errors_without_a_traceback(capsys):
             assert hint in printed.err.partition("hint:")[2]
 
 
-def test_an_adapter_says_what_a_manifest_has_to_say(tmp_path, capsys):
+def test_an_adapter_says_what_a_manifest_has_to_say(tmp_path, said):
     config = {"peft_type": "LORA", "r": 3, "rank_pattern": {"k_proj": 7}, "lora_alpha": 6}
     modules = [f"base_model.model.model.layers.0.self_attn.{end}" for end in ("q_proj", "k_proj")]
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     zeros = np.zeros((7, 8), np.float32)
     tensors = {f"{module}.lora_{side}.weight": zeros for module in modules for side in "AB"}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    assert main(["check-model", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = said("check-model", tmp_path)
     assert printed.startswith("an adapter of rank 7 that changes k_proj, q_proj\n")
     assert f'adapters = ["{tmp_path}"] # in [model]' in printed
     assert 'slots = 8\nrank = 7\ntargets = ["k_proj", "q_proj"]\n' in printed
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    assert main(["check-model", str(tmp_path)]) == 0
-    assert "[adapters]" not in capsys.readouterr().out
+    assert "[adapters]" not in said("check-model", tmp_path)
 
 
-def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, capsys, monkeypatch):
+def test_a_published_model_has_its_sizes_or_says_what_is_not_built(
+    tmp_path, capsys, ran, monkeypatch
+):
     monkeypatch.setattr(inspected_programs, "measure_reading", lambda: 2e9)
     case = next(case for case in sibling_cases.cases() if case.name == "qwen3_moe-0")
     case.write(tmp_path / "mixture")
-    assert main(["check-model", str(tmp_path / "mixture")]) == 0
-    printed, tensors = capsys.readouterr().out, case.tensor_shapes
+    printed, tensors = ran("check-model", tmp_path / "mixture").out, case.tensor_shapes
     parameters = sum(math.prod(shape) for shape in tensors.values())
     assert f"qwen3_moe, for [generate]: {parameters:,} parameters" in printed
     config = case.config
@@ -139,8 +136,8 @@ def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, cap
     float32 = "  +".join(map(re.escape, ["float32", *map(size, sizes), f"{2e9 / read:,.0f}"]))
     assert re.search(f"^{float32}$", printed, re.MULTILINE)
     (tmp_path / "mixture" / "m.gguf").write_bytes(b"")
-    assert main(["check-model", "mixture/m.gguf"]) == 1
-    assert "mixture/m.gguf: expected a model of" in capsys.readouterr().err
+    printed = ran("check-model", "mixture/m.gguf", status=1)
+    assert "mixture/m.gguf: expected a model of" in printed.err
     (tmp_path / "mixture" / "m.gguf").unlink()
     wrong = json.dumps({**config, "num_experts_per_tok": 9})
     (tmp_path / "mixture" / "config.json").write_text(wrong)

@@ -12,7 +12,6 @@ from prejit.compiler import Program, build
 from prejit.compiler.bench.bench_report import Ratio
 from prejit.compiler.comparing.difference import compare_bundles, read_bundle
 from prejit.compiler.comparing.speed import compare_speed, verdict
-from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
 
@@ -38,7 +37,7 @@ def bundles(tmp_path_factory):
     return paths[0], paths[1]
 
 
-def test_what_changed_is_named_and_the_command_has_the_status_of_diff(bundles, capsys):
+def test_what_changed_is_named_and_the_command_has_the_status_of_diff(bundles, said):
     found = compare_bundles(*map(read_bundle, bundles))
     assert not found.is_equal
     assert (found.added, found.removed) == (("new for cpu-host",), ("gone for cpu-host",))
@@ -57,23 +56,19 @@ def test_what_changed_is_named_and_the_command_has_the_status_of_diff(bundles, c
     [layer] = found.layers["cpu-host"]
     assert "weights" in layer
     before, after = map(str, bundles)
-    assert run(["diff", before, before]) == 0
-    assert capsys.readouterr().out.startswith("equal: sha256:")
-    assert run(["diff", before, after]) == 1
-    printed = capsys.readouterr().out
+    assert said("diff", before, before).startswith("equal: sha256:")
+    printed = said("diff", before, after, status=1)
     assert "programs: 1 added, 1 removed, 2 changed, 0 compiled differently, 1 the same" in printed
     assert "StableHLO: stablehlo.dot_general tensor<64x64xf32> 1 -> 2" in printed
-    assert run(["diff", before, after, "--json"]) == 1
-    described = json.loads(capsys.readouterr().out)
+    described = json.loads(said("diff", before, after, "--json", status=1))
     assert (described["equal"], described["speed"]) == (False, None)
     changed = {each["program"]: each["operations"] for each in described["changed"]}
     assert changed["score"] == {"stablehlo.dot_general tensor<64x64xf32>": [1, 2]}
 
 
-def test_names_of_a_bundle_send_nothing_to_a_terminal(recipe, tmp_path, capsys):
+def test_names_of_a_bundle_send_nothing_to_a_terminal(recipe, tmp_path, said):
     wrong = recipe.configured(replaced(versions={"jax": "\x1b[31m\u202e"})).write(tmp_path / "b")
-    assert run(["diff", str(recipe.write(tmp_path / "a")), str(wrong)]) == 1
-    assert r"\x1b[31m\u202e" in capsys.readouterr().out
+    assert r"\x1b[31m\u202e" in said("diff", recipe.write(tmp_path / "a"), wrong, status=1)
 
 
 def test_damage_is_an_error_no_difference(bundles, tmp_path):

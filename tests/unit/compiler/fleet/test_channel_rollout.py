@@ -127,7 +127,7 @@ def test_who_is_served_by_a_channel_which_is_a_tag_elsewhere(place):
     assert not Rollout(f"{place}:prod", "", FLEET).plan.losing
 
 
-def test_the_command(registry, tmp_path, capsys):
+def test_the_command(registry, tmp_path, capsys, ran):
     (at, _), saved = registry, tmp_path / "saved"
     saved.mkdir()
     for machine in FLEET:
@@ -155,5 +155,4 @@ def test_the_command(registry, tmp_path, capsys):
         assert run(word) == 0
         assert tags(at)["prod"] == first
     assert "--back` moves it back" in capsys.readouterr().out
-    assert __main__.main(["rollout", f"{at}:fresh", first]) == 0
-    assert "--back" not in capsys.readouterr().out
+    assert "--back" not in ran("rollout", f"{at}:fresh", first).out

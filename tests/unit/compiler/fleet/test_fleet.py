@@ -247,7 +247,7 @@ def run(*argv):
     return __main__.main([str(argument) for argument in argv])
 
 
-def test_the_table_says_who_loads_what_and_what_to_add(fleet_bundle, tmp_path, capsys):
+def test_the_table_says_who_loads_what_and_what_to_add(fleet_bundle, tmp_path, capsys, ran):
     machines = named(*[HOST] * 4, gpu("cuda-h200"), gpu("cuda-l4"), tpu("tpu-v5e-2x2"))
     small_fleet = save(tmp_path / "fleet", *machines)
     page = tmp_path / "p.html"
@@ -267,19 +267,16 @@ def test_the_table_says_who_loads_what_and_what_to_add(fleet_bundle, tmp_path, c
     ):
         assert re.search(line, said), f"{line}\n{said}"
     save(tmp_path / "one", *named(HOST))
-    assert run("fleet", fleet_bundle, tmp_path / "one", "--on-mismatch", "error") == 0
-    said = capsys.readouterr().out
+    said = ran("fleet", fleet_bundle, tmp_path / "one", "--on-mismatch", "error").out
     assert re.search(r"\ncpu-host +0\n", said), "a target that serves nobody is listed"
     assert "[[target]]" not in said
     bad, argv = small_fleet / "edited.json", ("fleet", fleet_bundle, small_fleet)
     bad.write_text("{")  # it is named after the report of all others
-    assert run(*argv, "--page", page) == 6
-    captured = capsys.readouterr()
+    captured = ran(*argv, "--page", page, status=6)
     assert "machines  loads" in captured.out
     assert f"found 1 that cannot be read:\n  {bad}: " in captured.err
     assert str(bad) in Elements(page.read_text(encoding="utf-8")).text
-    assert run(*argv, "--json", "--on-mismatch", "error") == 6
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(ran(*argv, "--json", "--on-mismatch", "error", status=6).out)
     assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])
 
 

@@ -7,7 +7,6 @@ from tests.manifests import write_manifest
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.manifest.request_log import LoggedEncoding, LoggedGeneration, read_log
-from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import StoreError, UsageError
 
 
@@ -74,14 +73,13 @@ def test_logs_of_several_bundles_or_another_form_are_named(tmp_path):
             read_log(tmp_path / name)
 
 
-def test_the_suggested_lines_can_be_pasted_into_the_manifest(tmp_path, capsys):
+def test_the_suggested_lines_can_be_pasted_into_the_manifest(tmp_path, said):
     lengths, sizes = tmp_path / "lengths.csv", {"prompt": (16, 64), "context": (64, 128)}
     targets = ("cpu-host", "cpu-x86-64-v3")
     manifest = write_manifest(tmp_path / "chat.toml", "model", targets=targets, **sizes)
     lengths.write_text("prompt_tokens,new_tokens\n" + "21,5\n" * 9 + "60,60\n")
     (tmp_path / "model").mkdir()
-    assert run(["suggest", str(lengths), "--manifest", str(manifest)]) == 0
-    printed = capsys.readouterr().out
+    printed = said("suggest", lengths, "--manifest", manifest)
     pasted = printed[printed.index("[generate]") :]
     before, _, rest = manifest.read_text().partition("[generate]")
     manifest.write_text(before + pasted + rest[rest.index("[[target]]") :])

@@ -49,7 +49,7 @@ def again(project):
     return rebuild(project / "out" / "m", project / "m.toml", progress=Quiet(), workers=1)
 
 
-def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(project, monkeypatch, capsys):
+def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(project, monkeypatch, said):
     monkeypatch.setenv("PREJIT_CACHE", "/nonexistent/cache")  # it would have to be made
     bundle = project / "out" / "m"
     monkeypatch.chdir(project / "out")
@@ -57,8 +57,7 @@ def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(project, monkeypatc
         rebuild(bundle, None, progress=Quiet())
     assert "--manifest FILE" in str(caught.value.hint)
     monkeypatch.chdir(project)
-    assert run(["rebuild", "--verify", str(bundle), "--json", "--jobs", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said("rebuild", "--verify", bundle, "--json", "--jobs", "1"))
     assert found["digest"] == found["rebuilt"] == load(bundle).digest
     kinds = {(each["kind"], each["target"]) for each in found["parts"]}
     of_all = {("weights.safetensors", ""), ("StableHLO", "")}

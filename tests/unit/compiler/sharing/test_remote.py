@@ -247,7 +247,7 @@ def test_making_room_takes_no_lease_in_use_and_none_that_one_in_use_follows(conn
         assert third.take(KEY) is None
 
 
-def test_the_command_makes_room(tmp_path, capsys):
+def test_the_command_makes_room(tmp_path, capsys, said):
     shared = tmp_path / "shared"
     store, _ = machine(tmp_path / "a", Objects(shared.as_uri()))
     store.put(KEY, {}, blobs=[store.put_blob(b"x" * 1000)])
@@ -257,8 +257,7 @@ def test_the_command_makes_room(tmp_path, capsys):
 
     def removed(*options):
         capsys.readouterr()
-        assert run(["gc", "--store", str(shared), "--json", *options]) == 0
-        [found] = json.loads(capsys.readouterr().out)["stores"]
+        [found] = json.loads(said("gc", "--store", shared, "--json", *options))["stores"]
         return found["removed"]
 
     for half in (["--max-size", "1GB"], ["--store", "x"], ["--store", "x", "--max-size", "much"]):

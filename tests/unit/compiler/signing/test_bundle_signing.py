@@ -13,7 +13,6 @@ from tests.signers import private_pem, signer
 
 from prejit.compiler.signing.bundle_signing import files_of, sign
 from prejit.compiler.signing.signers import parse_private_key, read_private_key
-from prejit.runtime.__main__ import main
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 
@@ -21,11 +20,10 @@ PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 PLAIN = serialization.NoEncryption()
 
 
-def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(capsys, tmp_path):
-    assert main(["sign", str(tmp_path)]) == 2
-    assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
-    assert main(["sign", "oci://host/demo:v1", "--key", str(tmp_path)]) == 2
-    assert "prejit copy oci://host/demo:v1 DIRECTORY" in capsys.readouterr().err
+def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(ran, tmp_path):
+    assert "hint: --key FILE signs with a private key" in ran("sign", tmp_path, status=2).err
+    refused = ran("sign", "oci://host/demo:v1", "--key", tmp_path, status=2).err
+    assert "prejit copy oci://host/demo:v1 DIRECTORY" in refused
     with pytest.raises(UsageError, match="found a plain one") as raised:
         parse_private_key(private_pem("a"), "key", "sesame")
     assert "unset PREJIT_KEY_PASSWORD" in str(raised.value.hint)
@@ -74,7 +72,7 @@ def damaged_file(bundle, kind):
 
 
 @pytest.mark.parametrize("kind", ["list of parts", "weights"])
-def test_a_damaged_bundle_is_vouched_for(kind, recipe, tmp_path, capsys):
+def test_a_damaged_bundle_is_vouched_for(kind, recipe, tmp_path, ran):
     bundle = recipe.write_described(tmp_path / "bundle")
     file = damaged_file(bundle, kind)
     before = (bundle / "index.json").read_bytes()
@@ -85,8 +83,7 @@ def test_a_damaged_bundle_is_vouched_for(kind, recipe, tmp_path, capsys):
         ("channel", "release", channel, bundle, "--name", "x", "--key", key),
         ("rebuild", "--verify", bundle),
     ):
-        assert main([*map(str, command)]) == RejectError.exit_code
-        assert str(file) in capsys.readouterr().err
+        assert str(file) in ran(*command, status=RejectError.exit_code).err
     assert (bundle / "index.json").read_bytes() == before
     assert not channel.exists()
     assert not bundle.with_name("bundle.sig").exists()

@@ -36,11 +36,10 @@ def policy(directory, identity=IDENTITY):
     return str(path)
 
 
-def test_a_policy_names_an_identity(bundle_dir, config, tmp_path, monkeypatch, capsys):
+def test_a_policy_names_an_identity(bundle_dir, config, tmp_path, monkeypatch, ran):
     other = sign(bundle_dir, keyless_signer(token(identity="https://ci.example/b"), config))
     monkeypatch.setenv(TOKEN_VARIABLE, token())
-    assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config), "--json"]) == 0
-    printed = capsys.readouterr()
+    printed = ran("sign", bundle_dir, "--keyless", "--sigstore", config, "--json")
     signed = json.loads(printed.out)
     assert signed["added"] == other.added == len(signed["subjects"])
     assert signed["key"] == f"{ISSUER} {IDENTITY}"

@@ -10,10 +10,9 @@ from importlib.metadata import version
 import click
 import pytest
 
-from prejit.runtime import __main__
 from prejit.runtime.cli.command_options import byte_count
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import StoreError
 
 TOP = click.Context(commands, **commands.context_settings)
 
@@ -83,9 +82,8 @@ def test_a_name_means_one_thing_in_all_commands_and_no_path_is_checked_early():
         ["push", "b", "oci://h/r:v1", "--image", "--modelpack"],
     ],
 )
-def test_wrong_usage_ends_with_2(argv, capsys):
-    assert __main__.main(argv) == 2
-    printed = capsys.readouterr()
+def test_wrong_usage_ends_with_2(argv, ran):
+    printed = ran(*argv, status=2)
     assert printed.out == ""
     assert printed.err.startswith(("Usage: prejit", "error[usage]: "))
 
@@ -102,20 +100,19 @@ def test_a_size_is_read_as_dd_reads_it_or_refused():
 @pytest.mark.parametrize("option", ["bench b -o", "gate a b --markdown", "load b --page"])
 @pytest.mark.parametrize("place", ["missing/file", "."])
 def test_a_result_that_cannot_be_written_is_an_error_before_the_work(
-    option, place, tmp_path, monkeypatch, capsys
+    option, place, tmp_path, monkeypatch, ran
 ):
     monkeypatch.chdir(tmp_path)
-    assert __main__.main([*option.split(), place]) == 6
-    assert capsys.readouterr().err.startswith(f"error[store]: {place}: cannot write: ")
+    printed = ran(*option.split(), place, status=6).err
+    assert printed.startswith(f"error[store]: {place}: cannot write: ")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_earlier_result_and_a_pipe_without_a_reader_stay(tmp_path, capsys):
+def test_an_earlier_result_and_a_pipe_without_a_reader_stay(tmp_path, ran):
     (tmp_path / "file").write_text("earlier")
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "file", tmp_path / "pipe"):
-        assert __main__.main(["bench", "missing", "-o", str(place)]) == 6
-        assert "missing: cannot open a bundle" in capsys.readouterr().err
+        assert "missing: cannot open a bundle" in ran("bench", "missing", "-o", place, status=6).err
     assert (tmp_path / "file").read_text() == "earlier"
 
 
@@ -127,8 +124,8 @@ def test_a_removed_current_directory_is_named(tmp_path):
     assert "current directory: No such file or directory" in done.stderr
 
 
-def test_a_registry_without_its_scheme_is_no_path(capsys):
+def test_a_registry_without_its_scheme_is_no_path(ran):
     for command in ("pull", "ls", "rm", "copy"):
         place = "registry.example.com/demo:v1"
-        assert __main__.main([command, place, *["x"][: command == "copy"]]) == UsageError.exit_code
-        assert f"give oci://{place}" in capsys.readouterr().err
+        more = ["x"][: command == "copy"]
+        assert f"give oci://{place}" in ran(command, place, *more, status=2).err

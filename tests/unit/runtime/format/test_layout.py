@@ -308,7 +308,7 @@ def test_a_missing_file_is_no_damage_while_the_bundle_is_being_replaced(bundle_d
         assert len(attempts) == count
 
 
-def test_a_disk_that_fails_while_hashing_is_named(recipe, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_fails_while_hashing_is_named(recipe, tmp_path, monkeypatch, ran):
     bundle_dir = recipe.only("cpu-host").write(tmp_path / "bundle")
     blob = blob_of(bundle_dir)[0]
     read = os.preadv
@@ -319,8 +319,7 @@ def test_a_disk_that_fails_while_hashing_is_named(recipe, tmp_path, monkeypatch,
         return read(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", failing)
-    assert __main__.main(["verify", str(bundle_dir)]) == StoreError.exit_code
-    told = capsys.readouterr().err
+    told = ran("verify", bundle_dir, status=StoreError.exit_code).err
     assert f"{blob}: cannot read: Input/output error" in told
     assert "standard output" not in told
     with pytest.raises(StoreError, match=blob.name):

@@ -14,7 +14,6 @@ from tests.extent import examples
 from tests.format import second_reader
 
 from prejit.compiler.targets.target_classes import catalogue
-from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms
@@ -277,12 +276,11 @@ def test_7_an_array_that_its_mesh_does_not_split_or_that_is_none_is_rejected(tex
         replaced(mesh=Mesh(1, 2), weight_shardings={"score:bias": "tensor,"}),
     ],
 )
-def test_7_and_10_prejit_verify_reads_what_load_puts_off(change, recipe, tmp_path, capsys):
+def test_7_and_10_prejit_verify_reads_what_load_puts_off(change, recipe, tmp_path, ran):
     """Of every target, also of those that this machine does not run."""
     _, other = (target.config.target for target in recipe.targets)
     forged = recipe.configured(lambda c: change(c) if c.target == other else c)
-    assert __main__.main(["verify", str(forged.write(tmp_path / "b"))]) == RejectError.exit_code
-    assert "error[" in capsys.readouterr().err
+    assert "error[" in ran("verify", forged.write(tmp_path / "b"), status=RejectError.exit_code).err
 
 
 KEYS, VALUES, THIRD = (

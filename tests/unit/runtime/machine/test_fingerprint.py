@@ -10,7 +10,6 @@ import pytest
 from jaxlib import version as jaxlib_version
 from tests.layouts import index_file, write_index
 
-from prejit.runtime.__main__ import main
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import MismatchError, RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Index
@@ -77,11 +76,10 @@ flags\t\t: fpu avx2
     assert machine.cpu_model == "Some: CPU"
 
 
-def test_saved_ones_are_read_back(tmp_path, capsys):
+def test_saved_ones_are_read_back(tmp_path, said):
     """As jq, an editor or a form of one's own leave them: it is a person's file, and none of a bundle's."""
     file = tmp_path / "machine.json"
-    assert main(["fingerprint"]) == 0
-    file.write_text(capsys.readouterr().out)
+    file.write_text(said("fingerprint"))
     assert Fingerprint.read(file) == Fingerprint.current()
     plain = json.loads(to_json(MACHINE))
     backwards = dict(reversed(plain.items())) | {"cpu_features": plain["cpu_features"][::-1]}

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from prejit.runtime.__main__ import main
 from prejit.runtime.base.file_hashing import hash_file
 from prejit.runtime.base.files import Identity, digest_of
 from prejit.runtime.errors import RejectError, StoreError
@@ -192,7 +191,7 @@ def hashed(path, *, receipts=True):
         return check_blobs(layout, manifests, Receipts(path) if receipts else None).hashed_bytes
 
 
-def test_one_changed_layer_is_hashed_and_verify_hashes_all(bundle_dir, largest, capsys):
+def test_one_changed_layer_is_hashed_and_verify_hashes_all(bundle_dir, largest, said):
     every_layer = hashed(bundle_dir, receipts=False)
     assert hashed(bundle_dir) == every_layer
     assert hashed(bundle_dir) == 0
@@ -201,8 +200,7 @@ def test_one_changed_layer_is_hashed_and_verify_hashes_all(bundle_dir, largest, 
     again = hashed(bundle_dir)
     assert again == largest.stat().st_size < every_layer
     assert hashed(bundle_dir) == 0
-    assert main(["verify", str(bundle_dir), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bytes"] == every_layer
+    assert json.loads(said("verify", bundle_dir, "--json"))["bytes"] == every_layer
 
 
 def test_a_rejected_bundle_leaves_no_receipt_of_damage(bundle_dir, largest, runtime_cache):

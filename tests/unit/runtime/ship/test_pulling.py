@@ -145,15 +145,15 @@ def test_a_link_in_the_store_leads_nowhere(registry, store, tmp_path):
 
 
 def test_a_pull_writes_to_no_url_and_only_digests_are_pinned_and_removed(
-    registry, capsys, store, tmp_path, monkeypatch
+    registry, ran, store, tmp_path, monkeypatch
 ):
     at = f"oci://{registry.host}/call:v1"
-    assert main(("pull", at, "-o", f"oci://{registry.host}/other:v1")) == 2
-    assert f"prejit copy {at}" in capsys.readouterr().err
+    refused = ran("pull", at, "-o", f"oci://{registry.host}/other:v1", status=2).err
+    assert f"prejit copy {at}" in refused
     for command in ("push", "copy"):  # a docker user's reference made a directory here
         for place in (f"{registry.host}/other", "localhost/other", "ghcr.io/me/other:v1"):
-            assert main((command, str(GOLDEN / "call"), place)) == 2
-            assert f"give oci://{place}, or ./{place}" in capsys.readouterr().err
+            refused = ran(command, GOLDEN / "call", place, status=2).err
+            assert f"give oci://{place}, or ./{place}" in refused
     assert not registry.seen
     (tmp_path / "ghcr.io").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -2,8 +2,6 @@
 
 import pytest
 
-from prejit.runtime import __main__
-
 NOWHERE = "http://127.0.0.1:1"
 
 
@@ -23,9 +21,8 @@ NOWHERE = "http://127.0.0.1:1"
         ((), "cannot connect: Connection refused", 7),
     ],
 )
-def test_a_mistake_is_said(options, said, status, capsys):
-    assert __main__.main(["load", NOWHERE, *options]) == status
-    assert said in capsys.readouterr().err
+def test_a_mistake_is_said(options, said, status, ran):
+    assert said in ran("load", NOWHERE, *options, status=status).err
 
 
 @pytest.mark.parametrize(
@@ -36,15 +33,13 @@ def test_a_mistake_is_said(options, said, status, capsys):
         ("http://user:secret@127.0.0.1:1", 7),
     ],
 )
-def test_a_url_of_no_server_and_a_wrong_key_are_said_without_them(url, status, tmp_path, capsys):
-    assert __main__.main(["load", url]) == status
-    said = capsys.readouterr().err
+def test_a_url_of_no_server_and_a_wrong_key_are_said_without_them(url, status, tmp_path, ran):
+    said = ran("load", url, status=status).err
     assert ("expected a " in said) == (status == 2)
     assert "http://" in said
     for part in ("user", "se%", "secret", "ret@"):
         assert part not in said
     (tmp_path / "key").write_text("two words\n")
-    assert __main__.main(["load", NOWHERE, "--key-file", str(tmp_path / "key")]) == 2
-    found = capsys.readouterr().err
+    found = ran("load", NOWHERE, "--key-file", tmp_path / "key", status=2).err
     assert "key: expected a key alone, found 2 words" in found
     assert "two words" not in found

@@ -36,10 +36,9 @@ def test_a_bundle_may_have_another_name(tmp_path):
         ("--cors", "app.example https://a.b/"),
     ],
 )
-def test_a_limit_that_is_none_is_refused(option, values, capsys):
+def test_a_limit_that_is_none_is_refused(option, values, ran):
     for value in values.split():
-        assert __main__.main(["serve", "artifacts/demo", option, value]) == 2
-        error = capsys.readouterr().err
+        error = ran("serve", "artifacts/demo", option, value, status=2).err
         assert error.startswith(f"error[usage]: Invalid value for '{option}': ")
         assert value in error
 
@@ -62,11 +61,10 @@ FIXED = f"oci://host.example/demo@sha256:{'0' * 64}"
     ],
 )
 def test_options_that_do_not_fit_and_files_that_cannot_be_opened_are_said(
-    given, status, said, capsys, monkeypatch, tmp_path
+    given, status, said, ran, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    assert __main__.main(["serve", *given.split()]) == status
-    assert said in capsys.readouterr().err
+    assert said in ran("serve", *given.split(), status=status).err
 
 
 def test_every_option_reaches_the_server(monkeypatch):

@@ -142,19 +142,17 @@ def test_runs_that_no_call_fits_have_the_name_of_their_module():
 
 
 def test_the_command_writes_a_trace_and_xprofs_files_and_calls_functions_on_zeros(
-    decoder_dir, bundle_dir, tmp_path, capsys
+    decoder_dir, bundle_dir, tmp_path, said
 ):
     trace, xprof = tmp_path / "trace.json.gz", tmp_path / "xprof"
     options = ["--seconds", "0.05", "-o", str(trace), "--xprof", str(xprof)]
-    assert run(["profile", str(decoder_dir), *options]) == 0
-    printed = capsys.readouterr().out
+    printed = said("profile", decoder_dir, *options)
     assert "new tokens" in printed
     assert "decode/b3-c" in printed
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     [plane] = xprof.glob("plugins/profile/*/*.xplane.pb")
     assert plane.stat().st_size > 1000
-    assert run(["profile", str(bundle_dir), "--seconds", "0.02", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said("profile", bundle_dir, "--seconds", "0.02", "--json"))
     assert {"score/b2"} <= {total["program"] for total in found["programs"]}
     with pytest.raises(NetworkError, match="cannot ask the server"):
         run(["profile", f"unix:{tmp_path / 'none'}"])

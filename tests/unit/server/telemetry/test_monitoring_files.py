@@ -9,26 +9,23 @@ import pytest
 import yaml
 from tests.monitoring import ALERTS, DASHBOARDS, FILES, RULES, RULES_FILE, panels, queries
 
-from prejit.runtime.__main__ import main
 from prejit.runtime.cli.commands import commands
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.cli.serve_command import serve
 from prejit.server.telemetry.monitoring_files import files, write
 
 
-def test_the_command_writes_every_file_and_refuses_runbooks_that_no_browser_finds(tmp_path, capsys):
+def test_the_command_writes_every_file_and_refuses_runbooks_that_no_browser_finds(tmp_path, ran):
     for given, hint in (
         ("wiki.example/runbooks", "write https://wiki.example/runbooks"),
         ("https:///runbooks", "write https://HOST/PATH"),
         ("", "leave it out"),
     ):
-        assert main(["observe", "init", str(tmp_path / "watch"), "--runbooks", given]) == 2
-        said = capsys.readouterr().err
+        said = ran("observe", "init", tmp_path / "watch", "--runbooks", given, status=2).err
         assert "--runbooks: expected a URL" in said
         assert hint in said
         assert not (tmp_path / "watch").exists()
-    assert main(["observe", "init", str(tmp_path / "watch")]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    printed = ran("observe", "init", tmp_path / "watch").out.splitlines()
     there = sorted(str(path) for path in (tmp_path / "watch").rglob("*") if path.is_file())
     assert sorted(printed) == there
     assert len(there) == len(FILES) == 5 + len(DASHBOARDS) + len(ALERTS)

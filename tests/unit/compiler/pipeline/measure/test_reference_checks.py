@@ -13,7 +13,6 @@ from prejit.compiler import BuildError, ManifestError, Program, ProgramCheck, bu
 from prejit.compiler.pipeline.measure import golden_answers
 from prejit.compiler.pipeline.measure.reference_checks import SOURCE
 from prejit.compiler.pipeline.pack.user_sources import manifest_sources
-from prejit.runtime.cli.commands import run
 
 W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
@@ -37,14 +36,13 @@ def make(build_cache, tmp_path):
     return make
 
 
-def test_numpy_gives_the_golden_answer(make, capsys):
+def test_numpy_gives_the_golden_answer(make, said):
     path = make(ProgramCheck(function=reference, tolerance=1e-4), static={"scale": [1, 3]})
     with prejit.runtime.load(path) as bundle:
         golden = {each.name: each.golden for each in bundle.config.programs}
     assert len(golden) == 4
     assert {(each.source, each.tolerance) for each in golden.values()} == {(SOURCE, 13)}
-    assert run(["verify", str(path), "--run", "--json"]) == 0
-    answers = json.loads(capsys.readouterr().out)["answers"]
+    answers = json.loads(said("verify", path, "--run", "--json"))["answers"]
     assert {each["source"] for each in answers} == {SOURCE}
     assert all(each["share"] < 1 for each in answers)
 
