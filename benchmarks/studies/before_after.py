@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.harness import workload
+from benchmarks.harness.comparison import Column
 from benchmarks.harness.fresh_processes import BENCHMARKS, Row, Sample, interleave
-from benchmarks.harness.report import Table, cell
+from benchmarks.harness.report import MB, Table, cell
 from benchmarks.harness.results import begin, option_parser, save, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory
 
@@ -32,35 +32,17 @@ VOCABULARY = "256"
 """Token ids of the prompts are smaller than this: every model has them."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A line of the table.
-
-    Attributes:
-        what: name of the figure.
-        key: name of the figure in a sample.
-        job: job of prejit_child.py.
-        scale: divisor of the figure.
-        digits: digits after the decimal point.
-    """
-
-    what: str
-    key: str
-    job: str = "generate"
-    scale: float = 1
-    digits: int = 1
-
-
 FIGURES = (
-    Figure("exec to first token, ms", "first_seconds", scale=1e-3),
-    Figure("exec to last token, ms", "last_seconds", scale=1e-3),
-    Figure("decode, tokens/s", "decode_tokens_per_second"),
-    Figure("prefill, tokens/s", "prefill_tokens_per_second", "prefill", digits=0),
-    Figure("CPU of the process, ms", "cpu_seconds", scale=1e-3, digits=0),
-    Figure("peak RSS, MB", "rss_bytes", scale=1e6, digits=0),
-    Figure("modules of prejit at the first token", "modules_of_prejit", digits=0),
-    Figure("all modules at the first token", "modules", digits=0),
+    ("generate", Column("first_seconds", "exec to first token, ms", 1, 1e-3)),
+    ("generate", Column("last_seconds", "exec to last token, ms", 1, 1e-3)),
+    ("generate", Column("decode_tokens_per_second", "decode, tokens/s", 1)),
+    ("prefill", Column("prefill_tokens_per_second", "prefill, tokens/s", 0)),
+    ("generate", Column("cpu_seconds", "CPU of the process, ms", 0, 1e-3)),
+    ("generate", Column("rss_bytes", "peak RSS, MB", 0, MB)),
+    ("generate", Column("modules_of_prejit", "modules of prejit at the first token", 0)),
+    ("generate", Column("modules", "all modules at the first token", 0)),
 )
+"""The lines of the table, each with its job of prejit_child.py."""
 
 
 def revision(checkout: Path) -> str:
@@ -115,9 +97,9 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 def table(title: str, samples: dict[str, list[Sample]]) -> Table:
     """Return medians, and ratios with their intervals."""
     lines = []
-    for figure in FIGURES:
-        before = samples.get(f"{BEFORE} {figure.job}")
-        after = samples.get(f"{AFTER} {figure.job}")
+    for job, figure in FIGURES:
+        before = samples.get(f"{BEFORE} {job}")
+        after = samples.get(f"{AFTER} {job}")
         if not before or not after or figure.key not in before[0]:
             continue
         pairs = zip(before, after, strict=True)
@@ -125,7 +107,7 @@ def table(title: str, samples: dict[str, list[Sample]]) -> Table:
         low, high = interval(ratios)
         lines.append(
             (
-                figure.what,
+                figure.title,
                 *(
                     cell(found, figure.key, figure.digits, figure.scale)
                     for found in (before, after)

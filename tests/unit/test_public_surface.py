@@ -65,22 +65,14 @@ def test_importing_the_build_side_imports_nothing_else_and_hides_no_public_name(
     )
 
 
-def test_a_class_name_stands_for_one_thing():
+def test_the_name_of_a_class_or_file_stands_for_one_thing():
     files = defaultdict[str, list[str]](list)
     for root in ROOTS:
         for file in sorted(root.rglob("*.py")):
+            place = str(file.relative_to(root.parent))
+            if not file.name.startswith("__"):
+                files[file.name].append(place)
             for statement in ast.parse(file.read_text()).body:
                 if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
-                    files[statement.name].append(str(file.relative_to(root.parent)))
-    shared = {name: places for name, places in files.items() if len(places) > 1}
-    assert shared == {}
-
-
-def test_a_file_name_stands_for_one_file():
-    files = defaultdict[str, list[str]](list)
-    for root in ROOTS:
-        for file in sorted(root.rglob("*.py")):
-            if not file.name.startswith("__"):
-                files[file.name].append(str(file.relative_to(root.parent)))
-    shared = {name: places for name, places in files.items() if len(places) > 1}
-    assert shared == {}
+                    files[statement.name].append(place)
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}
