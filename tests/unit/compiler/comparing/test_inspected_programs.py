@@ -19,24 +19,19 @@ CALL = str(GOLDEN / "call")
 SIDE = 64
 
 
-def printed(capsys, *arguments):
-    assert run(["inspect", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_texts_are_those_of_the_program_and_the_target(capsys):
-    stablehlo = printed(capsys, CALL, "--stablehlo", "score/b2")
+def test_texts_are_those_of_the_program_and_the_target(said):
+    stablehlo = said("inspect", CALL, "--stablehlo", "score/b2")
     assert "stablehlo.tanh" in stablehlo
     assert "tensor<2x16xf32>" in stablehlo
-    hlo = printed(capsys, CALL, "--hlo", "score/b2", "--for-target", "cpu-x86-64-v2")
+    hlo = said("inspect", CALL, "--hlo", "score/b2", "--for-target", "cpu-x86-64-v2")
     assert hlo.startswith("HloModule")
     assert "fused_computation" in hlo  # as XLA made it, and not the portable program
     old, new = (
-        printed(capsys, CALL, "--asm", "score/b2", "--for-target", f"cpu-x86-64-{level}")
+        said("inspect", CALL, "--asm", "score/b2", "--for-target", f"cpu-x86-64-{level}")
         for level in ("v2", "v3")
     )
     assert ("vmovaps" in old, "vmovaps" in new, "ret" in old) == (False, True, True)
-    found = json.loads(printed(capsys, CALL, "--asm", "nest", "--json"))
+    found = json.loads(said("inspect", CALL, "--asm", "nest", "--json"))
     assert set(found) == {"program", "target", "asm"}
 
 
@@ -65,7 +60,7 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.thorough
-def test_costs_count_what_the_function_says_and_is_run(build_cache, tmp_path, capsys, monkeypatch):
+def test_costs_count_what_the_function_says_and_is_run(build_cache, tmp_path, said, monkeypatch):
     program = Program("product", fn=lambda x: jnp.tanh(x @ x), args=[f"float32[{SIDE}, {SIDE}]"])
     product = str(build([program], tmp_path, name="product", cache=build_cache, quiet=True).path)
     bundle = read_bundle(product)
@@ -74,10 +69,10 @@ def test_costs_count_what_the_function_says_and_is_run(build_cache, tmp_path, ca
     assert cost.moved_bytes == 2 * 4 * SIDE**2
     monkeypatch.setattr(inspected_programs, "_LIMIT_SECONDS", 0.0)
     monkeypatch.setattr(inspected_programs, "_READ_BYTES", 1 << 20)
-    found = json.loads(printed(capsys, product, "--roofline", "--json"))
+    found = json.loads(said("inspect", product, "--roofline", "--json"))
     [row] = found["programs"]
     assert row["seconds"] > 0
     assert row["bound"] in ("memory", "arithmetic")
-    table = printed(capsys, product, "--roofline")
+    table = said("inspect", product, "--roofline")
     assert "of the limit" in table
     assert "product" in table
