@@ -55,6 +55,18 @@ def attached_to(path: Path, kind: str | None = None) -> list[tuple[Any, Path]]:
         ]
 
 
+def contents_of(path: Path) -> dict[str, Any]:
+    """What each target holds, by its name, in the order in which this machine tries them."""
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.opening import match, read_contents
+    from prejit.runtime.format.root import read_root
+    from prejit.runtime.machine.fingerprint import Fingerprint
+
+    with Layout(path) as layout:
+        targets = match(read_root(layout), Fingerprint.current())
+        return {target.name: read_contents(layout, target) for target in targets}
+
+
 def blobs_of(path: Path) -> dict[str, Path]:
     """Every blob of a bundle but its index, by digest: what `write_layout` takes beside the index."""
     files = (path / "blobs" / "sha256").iterdir()

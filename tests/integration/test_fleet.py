@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.decoders import gpt2_config
 from tests.extent import ALL
+from tests.layouts import contents_of
 from tests.manifests import functions_manifest
 from tests.parity.cases import Case
 from tests.processes import ran
@@ -26,7 +27,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -84,12 +85,6 @@ def fleet(run, environment, tmp_path_factory):
     return directory / "out" / "fleet"
 
 
-def opened(path):
-    with Layout(path) as layout:
-        found = match(read_root(layout), Fingerprint.current())
-        return {target.name: read_contents(layout, target) for target in found}
-
-
 def python_with(jax, environment_cache):
     """An interpreter that has that version of jax and nothing of the build side's packages."""
     if version("jax") == jax:
@@ -122,7 +117,7 @@ def generate(python, path, *fingerprint):
 
 
 def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet):
-    contents = opened(fleet)
+    contents = contents_of(fleet)
     assert set(contents) == {f"{name}-jax{jax}" for name, jax in PINNED}
     for media_type in (WEIGHTS_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
         assert len({c.manifest.layer(media_type).digest for c in contents.values()}) == 1
@@ -150,7 +145,7 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet):
     cuda |= {"driver": "580.95.05", "device_count": 1}
     tpu = {"platform": "tpu", "device_count": 1, "topology": "1x1"}
     if "tpu-v5e" in ACCELERATORS:
-        tpu |= {"plugin": opened(fleet)[f"tpu-v5e-jax{NEW}"].config.requirement.plugin}
+        tpu |= {"plugin": contents_of(fleet)[f"tpu-v5e-jax{NEW}"].config.requirement.plugin}
     machines = {
         "cuda-l4": (cuda | {"compute_capability": "8.9"}, "NVIDIA L4", 24),
         "cuda-h100": (cuda | {"compute_capability": "9.0"}, "NVIDIA H100 PCIe", 80),
@@ -168,7 +163,7 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet):
             features = target(level).cpu_features
             machine = dataclasses.replace(here, cpu_features=features)
             chosen = next(t for t in match(root, machine) if t.verdict.matches)
-            contents = opened(fleet)
+            contents = contents_of(fleet)
             used = contents[chosen.name].config.requirement.cpu_features
             assert set(used) <= set(features)
             needs = contents[f"{level}-jax{NEW}"].config.requirement
@@ -234,7 +229,7 @@ def test_a_mesh_is_compiled_for_devices_that_are_not_here(run, environment, tmp_
     file.write_text(file.read_text().replace("batch = [1]", "batch = [2]"))
     run("build", file, "-o", tmp_path, **environment)
     assert json.loads(run("verify", tmp_path / "mesh", "--json").stdout)["programs"] == 6
-    contents = opened(tmp_path / "mesh")
+    contents = contents_of(tmp_path / "mesh")
     needs = contents[f"{name}-jax{NEW}"].config.requirement
     assert needs.device_count == data * tensor
     weights = contents["cpu-host"].manifest.layer(WEIGHTS_MEDIA_TYPE).size

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.decoders import gpt2_config
+from tests.layouts import blob, contents_of
 from tests.manifests import write_manifest
 from tests.parity.cases import Case
 
@@ -101,16 +102,10 @@ def linear_calls(bundle):
     """How often the executables of a bundle's only target call the kernel of products, by program."""
     import zstandard
 
-    from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
-    from prejit.runtime.format.opening import match, read_contents
-    from prejit.runtime.format.root import read_root
-    from prejit.runtime.machine.fingerprint import Fingerprint
 
-    with Layout(bundle) as layout:
-        contents = read_contents(layout, match(read_root(layout), Fingerprint.current())[0])
-        layer = contents.manifest.layer(EXECUTABLES_MEDIA_TYPE)
-        packed = layout.read_blob(layer)
+    [contents] = contents_of(bundle).values()
+    packed = blob(bundle, contents.manifest.layer(EXECUTABLES_MEDIA_TYPE).digest).read_bytes()
     unpack = zstandard.ZstdDecompressor().decompress
     return {
         program.name: unpack(packed[at.offset : at.offset + at.size]).count(b"prejit_linear.")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.format import second_reader
-from tests.layouts import blob
+from tests.layouts import blob, contents_of
 from tests.manifests import functions_manifest
 
 from prejit.compiler import BuildError, Library, Manifest, ManifestError, Program, build
@@ -25,9 +25,6 @@ from prejit.runtime.errors import KernelError, RejectError
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.program_table import check_config
 from prejit.runtime.format.checks.seldom_parts import check_library, check_library_layers
-from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import match, read_contents
-from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 SOURCE = """
@@ -292,18 +289,11 @@ def test_the_page_shows_what_works(build_cache, compiled, run, tmp_path):
 # Damage
 
 
-def contents_of(bundle):
-    with Layout(bundle) as layout:
-        [target] = match(read_root(layout), Fingerprint.current())
-        contents = read_contents(layout, target)
-        layers = {x.digest: layout.read_blob(x) for x in contents.manifest.layers}
-        return contents, layers
-
-
 @pytest.mark.usefixtures("nothing_is_mapped")
 def test_a_damaged_library_is_rejected_before_it_is_opened(built, tmp_path):
     copy = shutil.copytree(built, tmp_path / "copy")
-    digest = contents_of(built)[0].config.libraries[0].digest
+    [contents] = contents_of(built).values()
+    digest = contents.config.libraries[0].digest
     file = blob(copy, digest)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(RejectError, match=digest.removeprefix("sha256:")):
@@ -312,9 +302,9 @@ def test_a_damaged_library_is_rejected_before_it_is_opened(built, tmp_path):
 
 
 def test_a_library_that_is_not_what_the_config_says_is_rejected(built):
-    contents, layers = contents_of(built)
+    [contents] = contents_of(built).values()
     [library] = contents.config.libraries
-    content = layers[library.digest]
+    content = blob(built, library.digest).read_bytes()
     check_library(content, library, "x86_64", "path")
     lacking = replace(library, handlers={"scale": "Missing"})
     for given, told, architecture, complaint in (
@@ -327,7 +317,7 @@ def test_a_library_that_is_not_what_the_config_says_is_rejected(built):
 
 
 def test_tables_that_contradict_themselves_are_rejected(built):
-    contents, _ = contents_of(built)
+    [contents] = contents_of(built).values()
     config, manifest = contents.config, contents.manifest
     [library] = config.libraries
     first, second = config.programs
@@ -457,8 +447,6 @@ def test_each_target_gets_its_own_library_and_one_without_is_told(make, compiled
     shift = {"cpu-host": 1, "cpu-x86-64-v2": 0}[loaded.target]
     found = loaded.call("scaled", x=X)
     np.testing.assert_allclose(found, np.tanh(X * np.float32(2.5) + shift), rtol=1e-6)
-    with Layout(path) as layout:
-        targets = match(read_root(layout), Fingerprint.current())
-        libraries = {t.name: read_contents(layout, t).config.libraries for t in targets}
+    libraries = {name: each.config.libraries for name, each in contents_of(path).items()}
     names = {name: [each.name for each in found] for name, found in libraries.items()}
     assert names == {"cpu-host": ["libown1.so"], "cpu-x86-64-v2": ["libown0.so"]}

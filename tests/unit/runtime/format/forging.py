@@ -5,14 +5,10 @@ import dataclasses
 import functools
 
 import pytest
-from tests.layouts import GOLDEN
+from tests.layouts import GOLDEN, contents_of
 
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import match, read_contents
-from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
-from prejit.runtime.machine.fingerprint import Fingerprint
 
 PATH = "somewhere/blob"
 SCORE = "score/b2"
@@ -32,10 +28,8 @@ def reject(path, complaint):
 
 @functools.cache
 def golden_config(name, wanted=None):
-    with Layout(GOLDEN / name) as layout:
-        root = read_root(layout)
-        target, *_ = (t for t in match(root, Fingerprint.current()) if wanted in (None, t.name))
-        return read_contents(layout, target).config
+    first, *_ = contents = contents_of(GOLDEN / name)
+    return contents[wanted or first].config
 
 
 def replaced(**changes):

@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from tests.campaigns.junk import mutated
 from tests.extent import examples
-from tests.layouts import write_files
+from tests.layouts import blob, contents_of, write_files
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 from prejit.runtime.base.files import digest_of
@@ -34,10 +34,7 @@ from prejit.runtime.format.checks.layers import (
 )
 from prejit.runtime.format.checks.program_table import check_weight_sets
 from prejit.runtime.format.checks.seldom_parts import check_chat
-from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.opening import match, read_contents
-from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs.mapped_weights import open_weights
@@ -59,12 +56,11 @@ from .forging import (
 
 def forged_golden(path, name, change):
     """A golden bundle of another config, with right digests everywhere."""
-    with Layout(GOLDEN / name) as layout:
-        root = read_root(layout)
-        target, *_ = match(root, Fingerprint.current())
-        contents = read_contents(layout, target)
-        kept = [(at.mediaType, layout.read_blob(at)) for at in contents.manifest.layers]
-    layers = tuple(layer(media_type, content, "title") for media_type, content in kept)
+    contents, *_ = contents_of(GOLDEN / name).values()
+    layers = tuple(
+        layer(at.mediaType, blob(GOLDEN / name, at.digest).read_bytes(), "title")
+        for at in contents.manifest.layers
+    )
     config = change(contents.config)
     return write_files(path, *assemble(config.bundle, [PackedTarget(config, layers)]))
 
