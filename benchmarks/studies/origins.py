@@ -292,7 +292,7 @@ def main() -> None:
     facts = begin(given.runs)
     bench = Bench(bench_directory(), given.runs, quick=False)
     texts = bench.built("gpt2-float32", "gpt2", "float32", workload.FEW)
-    vectors = encoder_bundle(bench, "float32", workload.ENCODER_SHAPES)
+    vectors = encoder_bundle(bench, "float32")
     caches = bench.directory / "origins"
     shutil.rmtree(caches, ignore_errors=True)
     gpt2 = text(bench, texts, caches / "gpt2")
