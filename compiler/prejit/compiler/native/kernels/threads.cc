@@ -19,6 +19,8 @@ namespace {
 constexpr int64_t kSpinNanoseconds = 100'000;
 constexpr int kPausesBetweenYields = 64;
 constexpr int kMaxThreads = 1024;
+// Helpers that are moved. Where there are more, the system finds idle cores by itself.
+constexpr int kPlacedHelpers = 7;
 
 // `work` holds the number of the call, and in the low bits the number of its blocks that are not claimed yet.
 constexpr int kLeftBits = 24;
@@ -41,6 +43,10 @@ struct Pool {
   std::atomic<int> size{0};  // Number of threads, the caller included; 0: not started in this process.
   std::atomic<int> most{0};  // Maximum of size; 0: one for each CPU.
   std::atomic<int> watches_forks{0};
+  std::atomic<int> placed{0};  // Helpers that have begun.
+  // The first of them: the thread's id, and the number of the CPU on which it was last, plus 1; 0: not known.
+  std::atomic<int> ids[kPlacedHelpers]{};
+  alignas(64) std::atomic<int> cpus[kPlacedHelpers]{};
 };
 Pool own;
 std::atomic<Pool*> shared{&own};
@@ -78,9 +84,10 @@ void run_blocks(Pool& pool) {
 }
 
 // Returns the number of the next call after `seen`.
-uint32_t await_call(Pool& pool, uint32_t seen) {
+uint32_t await_call(Pool& pool, std::atomic<int>* cpu, uint32_t seen) {
   int64_t end = nanoseconds() + kSpinNanoseconds;
   while (true) {
+    if (cpu) cpu->store(sched_getcpu() + 1, std::memory_order_release);
     for (int i = 0; i < kPausesBetweenYields; ++i) {
       uint32_t now = pool.epoch.load(std::memory_order_acquire);
       if (now != seen) return now;
@@ -97,11 +104,29 @@ uint32_t await_call(Pool& pool, uint32_t seen) {
   }
 }
 
+// Moves the helpers that wait for this thread's core to other ones. XLA runs each program in another of its threads, which
+// the system may wake on a helper's core while all others are idle; it moves one of the two milliseconds later.
+void move_from_here(Pool& pool) {
+  int here = sched_getcpu(), helpers = pool.placed.load(std::memory_order_relaxed);
+  for (int i = 0; i < helpers && i < kPlacedHelpers; ++i) {
+    if (pool.cpus[i].load(std::memory_order_acquire) != here + 1) continue;
+    pool.cpus[i].store(0, std::memory_order_relaxed);
+    cpu_set_t others;
+    if (sched_getaffinity(0, sizeof others, &others) != 0) return;
+    CPU_CLR(here, &others);
+    // Without another core, or permission, it stays.
+    sched_setaffinity(pool.ids[i].load(std::memory_order_relaxed), sizeof others, &others);
+  }
+}
+
 void* helper(void* of_pool) {
   Pool& pool = *static_cast<Pool*>(of_pool);
+  int place = pool.placed.fetch_add(1);
+  std::atomic<int>* cpu = place < kPlacedHelpers ? &pool.cpus[place] : nullptr;
+  if (cpu) pool.ids[place].store(static_cast<int>(syscall(SYS_gettid)));
   uint32_t seen = 0;
   while (true) {
-    seen = await_call(pool, seen);
+    seen = await_call(pool, cpu, seen);
     run_blocks(pool);
   }
 }
@@ -113,6 +138,8 @@ void forget_helpers() {
   pool.epoch.store(0);
   pool.sleepers.store(0);
   pool.size.store(0);
+  pool.placed.store(0);
+  for (auto& cpu : pool.cpus) cpu.store(0);
   pool.held.store(0);
 }
 
@@ -157,6 +184,7 @@ void run_with_helpers(Pool& pool, int64_t blocks, const Body& body) {
   pool.epoch.store(number, std::memory_order_seq_cst);
   if (pool.sleepers.load(std::memory_order_seq_cst) > 0)
     futex(&pool.epoch, FUTEX_WAKE, static_cast<uint32_t>(blocks - 1));
+  move_from_here(pool);
   run_blocks(pool);
   // A helper that was preempted within a block may need this core to go on.
   for (int64_t looks = 0; pool.done.load(std::memory_order_acquire) != blocks; ++looks) {
@@ -224,7 +252,7 @@ extern "C" __attribute__((visibility("hidden"), used)) void* prejit_share_thread
 }
 
 // A library exports its handlers only, so an ELF note holds the address of the function (runtime device/kernels.py).
-#define PREJIT_THREADS_VERSION "1"
+#define PREJIT_THREADS_VERSION "2"
 asm(R"(
   .pushsection .note.prejit.threads, "a", @note
   .balign 4
