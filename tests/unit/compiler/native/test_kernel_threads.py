@@ -12,7 +12,7 @@ from prejit.runtime.format.checks.elf import find_note, read_shared_library
 from .kernel_builds import TESTS
 from .test_kernel_library import toolchain
 
-OWNER, VERSION = b"prejit\0", 1
+OWNER, VERSION = b"prejit\0", 2
 CPUS = len(os.sched_getaffinity(0))
 several_cpus = pytest.mark.skipif(CPUS < 2, reason="one CPU has no helpers")
 SCRIPT = """
@@ -104,7 +104,10 @@ def test_a_library_of_other_helpers_is_given_those_of_the_first(what, library, c
     """Of a later release, which shares them in another way, or an older one, which has no note."""
     at, changed = library.index(OWNER) + 8, bytearray(library)
     assert library[at : at + 4] == VERSION.to_bytes(4, "little")
-    changed[at - 8 : at + 1] = b"prejit\0\0\2" if what == "version" else b"nobody\0\0\1"
+    if what == "version":
+        changed[at] = VERSION + 1
+    else:
+        changed[at - 8 : at] = b"nobody\0\0"
     all_helpers = [(CPUS, CPUS - 1), *[(CPUS, 2 * (CPUS - 1))] * 2]
     assert counted(library, bytes(changed), another(library)) == all_helpers
 
@@ -145,3 +148,32 @@ def test_no_block_is_lost(library, in_process):
     quiet = {"PYTHONWARNINGS": "ignore"}  # that threads and fork do not go together
     done = in_process(AT_ONCE, library, another(library), env=quiet)
     assert done.stdout == f"{CPUS - 1}\n"
+
+
+MOVED = f"""{SCRIPT}
+add, _ = load(sys.argv[1])
+before = set(map(int, os.listdir("/proc/self/task")))
+add(64, 10)
+(tid,) = (int(each) for each in os.listdir("/proc/self/task") if int(each) not in before)
+mine = min(os.sched_getaffinity(0))
+others = os.sched_getaffinity(0) - {{mine}}
+for _ in range(100):
+    os.sched_setaffinity(tid, {{mine}})
+    os.sched_setaffinity(0, {{mine}})
+    os.sched_setaffinity(0, others | {{mine}})  # it is still there
+    assert add(64, 10) == 10 * sum(range(64))
+    if os.sched_getaffinity(tid) == others:
+        break
+else:
+    raise AssertionError("the helper stays where this thread runs")
+os.sched_setaffinity(tid, {{mine}})
+os.sched_setaffinity(0, {{mine}})
+assert add(64, 10) == 10 * sum(range(64)), "there is no other core"
+assert os.sched_getaffinity(tid) == {{mine}}
+"""
+
+
+@several_cpus
+def test_a_helper_leaves_the_core_of_the_thread_that_calls(library, in_process):
+    """XLA runs each program in another of its threads, which may be woken where a helper polls."""
+    in_process(MOVED, library, env={"PREJIT_THREADS": "2"})
