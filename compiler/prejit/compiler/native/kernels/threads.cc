@@ -111,11 +111,13 @@ void move_from_here(Pool& pool) {
   for (int i = 0; i < helpers && i < kPlacedHelpers; ++i) {
     if (pool.cpus[i].load(std::memory_order_acquire) != here + 1) continue;
     pool.cpus[i].store(0, std::memory_order_relaxed);
-    cpu_set_t others;
-    if (sched_getaffinity(0, sizeof others, &others) != 0) return;
+    int id = pool.ids[i].load(std::memory_order_relaxed);
+    cpu_set_t all, others;
+    if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+    others = all;
     CPU_CLR(here, &others);
-    // Without another core, or permission, it stays.
-    sched_setaffinity(pool.ids[i].load(std::memory_order_relaxed), sizeof others, &others);
+    // Without another core, or permission, it stays. Later the system may move it as it likes.
+    if (sched_setaffinity(id, sizeof others, &others) == 0) sched_setaffinity(id, sizeof all, &all);
   }
 }
 
