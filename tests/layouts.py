@@ -56,7 +56,7 @@ def attached_to(path: Path, kind: str | None = None) -> list[tuple[Any, Path]]:
 
 
 def contents_of(path: Path) -> dict[str, Any]:
-    """What each target holds, by its name, in the order in which this machine tries them."""
+    """Return the contents of each target by its name, in the order in which this machine tries them."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.opening import match, read_contents
     from prejit.runtime.format.root import read_root

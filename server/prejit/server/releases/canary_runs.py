@@ -301,11 +301,15 @@ class _Run:
             self._swaps.take(new, old)
             self._end_share()
             self._end("promoted", self._why())
+        except _StoppedError as stopped:
+            self._drop(new)
+            self._end("rolled back", str(stopped))
+        except PrejitError as error:
+            self._drop(new)
+            self._end("rolled back", f"{error.code}: {error}")
         except Exception as error:  # of XLA, or no memory: the server goes on
             self._drop(new)
-            kind = error.code if isinstance(error, PrejitError) else type(error).__name__
-            why = str(error) if isinstance(error, _StoppedError) else f"{kind}: {error}"
-            self._end("rolled back", why)
+            self._end("rolled back", f"{type(error).__name__}: {error}")
         finally:
             loop.close()
             self._is_over.set()

@@ -428,8 +428,9 @@ class EngineCollector(Collector):
     ) -> list[tuple[tuple[str], StartReport]]:
         """Return where the time of the start went, from the first request of a bundle on."""
         for one in served:
-            has_answered = any(each.whole_seconds.count for each in metrics[one.name].requests)
-            if one.name not in self._starts and has_answered:
+            if one.name in self._starts:
+                continue
+            if any(each.whole_seconds.count for each in metrics[one.name].requests):
                 self._starts[one.name] = one.bundle.start_report()
         return [((one.name,), self._starts[one.name]) for one in served if one.name in self._starts]
 
