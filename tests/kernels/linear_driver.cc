@@ -118,6 +118,7 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
   product.x = x.data;
   product.weights = {w.data, dtype, scale.data, bias.data};
   product.gated = gated;
+  product.many_rows = random.below(2);
   if (gated) product.up = {up.data, dtype, scale.data, nullptr};
   product.residual = residual.data;
   product.activation = Activation::kRelu;

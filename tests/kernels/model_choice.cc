@@ -5,6 +5,7 @@
 #include "linear_dot_bf16.h"
 #include "linear_int4.h"
 #include "linear_multiplier.h"
+#include "linear_outputs_bf16.h"
 
 namespace prejit {
 namespace {
@@ -34,6 +35,7 @@ bool use_byte_tiles(bool wanted) {
 }
 
 bool linear_by_bf16_dots(const Linear&) { return false; }
+bool linear_by_bf16_outputs(const Linear&) { return false; }
 bool linear_int4_by_bf16(const Linear&) { return false; }
 
 }  // namespace prejit

@@ -13,19 +13,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.encoding.buckets import Bucket, evened, fitting, loading_order, partition
 from prejit.runtime.format.bundle_schema import Encoder
-from prejit.runtime.format.checks.encoder_interfaces import encoder_bucket_name
 from prejit.runtime.programs.ready_programs import ProgramReport, Programs
 
 _LOAD_MICROSECONDS = 15_000
@@ -131,7 +129,8 @@ class EncoderPrograms:
         self._device = programs.device
         found = [each.bucket for each in programs.table.values() if each.kind == "layer"]
         shapes = {(each["batch"], each["length"], each.get("sentences", 0)) for each in found}
-        self.buckets = tuple(self._bucket(Bucket(*each[:2], 0, each[2])) for each in sorted(shapes))
+        self.buckets = evened(self._bucket(Bucket(*each[:2], 0, each[2])) for each in sorted(shapes))
+        self._fitting = fitting(self.buckets)
         self.max_tokens = min(encoder.max_tokens, max(bucket.length for bucket in self.buckets))
         self._warm: set[Bucket] = set()
         self._calls = 0
@@ -282,21 +281,23 @@ class EncoderPrograms:
         """Return the cheapest runs for these lengths, which descend; a bucket not yet loaded costs extra."""
         if not lengths:
             return []
-        ready = [b for b in self.buckets if all(map(self.programs.ready, b.programs))]
-        if len(ready) < len(self.buckets):  # the others must be compiled: do not wait for them
-            best = partition(lengths, self.buckets)
+        if not self.programs.are_loaded:  # they must be compiled: do not wait for them
+            ready = [b for b in self.buckets if all(map(self.programs.ready, b.programs))]
+            best = partition(lengths, self._fitting)
+            if len(ready) == len(self.buckets):
+                return best
             self.programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
             if ready and max(bucket.length for bucket in ready) >= lengths[0]:
-                return partition(lengths, ready)
+                return partition(lengths, fitting(ready))
             return best
-        if len(self._warm) == len(self.buckets) or not self.programs.are_loaded:
-            return partition(lengths, self.buckets)
+        if len(self._warm) == len(self.buckets):
+            return partition(lengths, self._fitting)
         later = {
             b: b if b in self._warm else replace(b, cost=b.cost + _LOAD_MICROSECONDS)
             for b in self.buckets
         }
         own = {charged: bucket for bucket, charged in later.items()}
-        return [(own[b], first, end) for b, first, end in partition(lengths, list(own))]
+        return [(own[b], first, end) for b, first, end in partition(lengths, fitting(list(own)))]
 
     def _run(
         self, bucket: Bucket, tokens: Any, length: Any, layers: Sequence[str]
@@ -315,110 +316,3 @@ class EncoderPrograms:
 
     def _weights(self, name: str) -> list[DeviceArray]:
         return self.programs.weights(self.programs.table[name].weights)
-
-
-_MAX_COST = 1 << 60
-"""Maximum cost in microseconds. Larger costs are cut to it, because a program table may hold any integer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A shape in which sentences can be computed.
-
-    Attributes:
-        batch, length: the number of rows and the tokens of each. A row is a sentence.
-        cost: of one run, in microseconds.
-        sentences: the most sentences that are packed into the only row; 0: it is one.
-    """
-
-    batch: int
-    length: int
-    cost: int
-    sentences: int = 0
-
-    def __str__(self) -> str:
-        return f"packed {self.length}" if self.sentences else f"{self.batch}x{self.length}"
-
-    @property
-    def most(self) -> int:
-        """The most sentences of a run."""
-        return self.sentences or self.batch
-
-    @property
-    def programs(self) -> tuple[str, str, str]:
-        """The names of its programs embed, layer and pool."""
-        name = encoder_bucket_name(self.batch, self.length, self.sentences)
-        return f"{name}/embed", f"{name}/layer", f"{name}/pool"
-
-
-def partition(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[tuple[Bucket, int, int]]:
-    """Return the cheapest set of runs that holds all sentences.
-
-    Runs take neighbours in sorted order, and each run is filled. Without packed buckets neither makes the
-    result worse: what fits into some runs still fits when both are sorted by length, and fewer sentences
-    never cost more.
-
-    Args:
-        lengths: in tokens, descending; none is longer than the longest bucket.
-        buckets: the shapes; each may run any number of times.
-
-    Returns:
-        Runs as (bucket, first sentence, end): a run holds the sentences before `end`.
-    """
-    sizes = sorted({bucket.length for bucket in buckets})
-    # For each length the cheapest bucket of each batch, and all packed ones.
-    fitting: list[list[Bucket]] = []
-    for size in sizes:
-        cheapest: dict[tuple[int, int], Bucket] = {}
-        for bucket in buckets:
-            key = (bucket.batch, bucket.sentences and bucket.length)
-            known = cheapest.get(key)
-            if bucket.length >= size and (known is None or bucket.cost < known.cost):
-                cheapest[key] = bucket
-        fitting.append(list(cheapest.values()))
-    count, tokens = len(lengths), [0, *accumulate(lengths)]
-
-    def end(first: int, bucket: Bucket) -> int:
-        most = min(first + bucket.most, count)
-        room = tokens[first] + bucket.length
-        return bisect_right(tokens, room, first, most + 1) - 1 if bucket.sentences else most
-
-    costs, chosen = [0] * (count + 1), list[Bucket]()
-    for first in range(count - 1, -1, -1):
-        options = fitting[bisect_left(sizes, lengths[first])]
-        best = min(options, key=lambda b: b.cost + costs[end(first, b)])
-        costs[first] = best.cost + costs[end(first, best)]
-        chosen.append(best)
-    chosen.reverse()
-    runs, first = [], 0
-    while first < count:
-        runs.append((chosen[first], first, first := end(first, chosen[first])))
-    return runs
-
-
-def loading_order(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return the order in which to load buckets.
-
-    The first ones serve every other bucket's sentences at no more than twice that bucket's cost. They are
-    chosen greedily, each to serve most of those that are left, and loaded the cheapest first. The rest
-    follows, also the cheapest first.
-    """
-    sizes = [(b.most, b.length, b.batch * b.length, min(b.cost, _MAX_COST)) for b in buckets]
-    most, length, tokens, cost = np.array(sizes, np.int64).reshape(-1, 4).T
-    is_packed = np.array([bool(b.sentences) for b in buckets])
-    # [n, n]: whether the bucket of the row is served by that of the column. There may be thousands.
-    has_room = length >= np.where(is_packed, tokens[:, None], length[:, None])
-    served_by = (most >= most[:, None]) & has_room & (cost <= 2 * cost[:, None])
-    counts = served_by.sum(axis=0)  # how many of those left each bucket serves
-    unserved = np.ones(len(buckets), bool)
-    chosen = []
-    while unserved.any():
-        every = np.flatnonzero(counts == counts.max())
-        best = int(every[cost[every].argmin()])
-        chosen.append(best)
-        served = unserved & served_by[:, best]
-        counts -= served_by[served].sum(axis=0)
-        unserved &= ~served
-    rest = np.setdiff1d(np.arange(len(buckets)), chosen)
-    order = [*sorted(chosen, key=lambda i: cost[i]), *sorted(rest, key=lambda i: cost[i])]
-    return [buckets[place] for place in order]

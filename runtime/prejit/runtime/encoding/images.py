@@ -16,7 +16,7 @@ import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.device.transfer import aligned_zeros, to_numpy
-from prejit.runtime.encoding.encoder import Bucket, partition
+from prejit.runtime.encoding.buckets import Bucket, fitting, partition
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.bundle_schema import Images
 from prejit.runtime.format.checks.seldom_parts import MATCH
@@ -54,6 +54,7 @@ class ImagePrograms:
                 batch = program.bucket["batch"]
                 cost = program.cost_microseconds
                 self._names[Bucket(batch, 1, batch if cost is None else cost)] = program.name
+        self._fitting = fitting(list(self._names))
 
     def encode(self, pictures: Picture | Sequence[Picture]) -> Values:
         """Return what the model finds, float32 [N, width]: embeddings, or logits of labels.
@@ -74,7 +75,7 @@ class ImagePrograms:
     def run(self, pixels: Sequence[Pixels]) -> Values:
         """Return what `encode` does, of pixels."""
         found = np.zeros((len(pixels), self.images.width), np.float32)
-        for bucket, first, end in partition([1] * len(pixels), list(self._names)):
+        for bucket, first, end in partition([1] * len(pixels), self._fitting):
             batch = aligned_zeros((bucket.batch, *self.images.size, 3), np.dtype(np.uint8))
             batch[: end - first] = pixels[first:end]
             name = self._names[bucket]

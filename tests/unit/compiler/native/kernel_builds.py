@@ -19,7 +19,10 @@ TESTS = Path(__file__).resolve().parents[3] / "kernels"
 """Drivers for sanitizers, and what only tests export."""
 LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 _LIBRARY = "-O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared".split()  # noqa: SIM905
-_NOT_MODELLED = {"linear_dot_bf16.cc", "linear_int4_bf16.cc", "linear_multiplier.cc"}
+_NOT_MODELLED = {
+    *("linear_dot_bf16.cc", "linear_int4_bf16.cc", "linear_multiplier.cc"),
+    "linear_outputs_bf16.cc",
+}
 """Sources in whose place model_choice.cc stands."""
 # GCC 12 warns of its own AVX-512 headers; clang of a warning that it does not know.
 _WARNINGS = (

@@ -73,6 +73,7 @@ class Case:
     biases: tuple[Any, ...] = ()
     residual: Any = None
     activation: int = NONE
+    many_rows: bool = False
 
     @property
     def arrays(self):
@@ -92,6 +93,7 @@ def run(case, library, kernel="linear"):
     out = np.full((*case.x.shape[:-1], case.weights[0].shape[0]), np.nan, np.float32)
     flags = {"bias": bool(case.biases), "gated": len(case.weights) == 2}
     flags |= {"residual": case.residual is not None, "activation": case.activation}
+    flags["many_rows"] = case.many_rows
     arguments = [np.ascontiguousarray(array) for array in case.arrays]
     kernel_frames.call(library, kernel, arguments, [out], **flags)
     return out
@@ -227,20 +229,24 @@ def test_any_size_and_flags_are_as_numpys(kernels, data):
     seed, shape, dtype = data.draw(st.tuples(st.integers(0, 1000), shapes, st.sampled_from(KINDS)))
     flags = {name: data.draw(st.booleans(), name) for name in ("bias", "gated", "residual")}
     activation = data.draw(st.integers(0, 4), "activation")
-    assert_right(drawn(seed, shape, dtype, activation=activation, **flags), kernels)
+    case = drawn(seed, shape, dtype, activation=activation, **flags)
+    assert_right(replace(case, many_rows=data.draw(st.booleans(), "many rows")), kernels)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_sizes_of_models_are_as_numpys(kernels, dtype):
-    for shape in ((1, 8192, 70), (130, 8200, 70)):
-        assert_right(drawn(0, shape, dtype), kernels)
-    for rows in (1, 5, 300):
-        case = drawn(rows, (rows, 768, 1100), dtype, bias=True, activation=GELU_TANH)
-        assert_right(case, kernels)
+    for many in (False, True):
+        for shape in ((1, 8192, 70), (130, 8200, 70)):
+            assert_right(replace(drawn(0, shape, dtype), many_rows=many), kernels)
+        for rows in (1, 5, 300):
+            case = drawn(rows, (rows, 768, 1100), dtype, bias=True, activation=GELU_TANH)
+            assert_right(replace(case, many_rows=many), kernels)
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-def test_a_row_and_a_sequence_are_their_own_in_a_batch(kernels, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "many"), [*((kind, False) for kind in KINDS), ("bfloat16", True)]
+)
+def test_a_row_and_a_sequence_are_their_own_in_a_batch(kernels, dtype, many):
     """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
     edge = many_rows(kernels.multiplier, dtype)
     few = [rows for rows in (1, 2, 3, 4, 5, 6, 8, 9, 23, 24, 33, 127) if rows < (edge or 1111)]
@@ -259,6 +265,7 @@ def test_a_row_and_a_sequence_are_their_own_in_a_batch(kernels, dtype):
         cases += [(replace(case, x=case.x.reshape(5, positions, -1)), (1, 2))]
         assert_right(cases[-1][0], kernels)
     for case, fewer in cases:
+        case = replace(case, many_rows=many)
         together = run(case, kernels)
         for rows in fewer:  # the first ones and the last ones: a row's place must not count either
             for part in (slice(rows), slice(-rows, None)):

@@ -64,7 +64,7 @@ def test_a_row_without_an_adapter_has_the_bits_of_its_plain_product(kernels, act
     plain, fused = (np.empty((5, 300), np.float32) for _ in range(2))
     for number, out in ((0, plain), (activation, fused)):
         arrays = [x, (40 * weight).astype(np.int8), scale, bias]
-        flags = {"bias": 1, "gated": 0, "residual": 0, "activation": number}
+        flags = {"bias": 1, "gated": 0, "residual": 0, "activation": number, "many_rows": 0}
         kernel_frames.call(kernels, "linear", arrays, [out], **flags)
     stacks = drawn(1, 1, 5, 1, 40, 300, 3)[3:]
     each = (x[:, None], plain[:, None], [0, 0, 1, 0, 0], *stacks)

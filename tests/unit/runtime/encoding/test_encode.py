@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from prejit.runtime.encoding.encoder import Bucket, loading_order, partition
+from prejit.runtime.encoding.buckets import Bucket, evened, fitting, loading_order, partition
 from prejit.runtime.encoding.sentences import check_ids, shorten, tokenize_pairs
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 from prejit.runtime.text.tokenizer import Tokenizer
@@ -50,13 +50,23 @@ def cheapest(lengths, buckets):
 def test_no_set_of_runs_costs_less(buckets, lengths):
     longest = max(bucket.length for bucket in buckets)
     lengths = sorted((min(length, longest) for length in lengths), reverse=True)
-    runs = partition(lengths, buckets)
+    runs = partition(lengths, fitting(buckets))
     assert sum(bucket.cost for bucket, *_ in runs) == cheapest(lengths, buckets)
     covered = [place for _, first, end in runs for place in range(first, end)]
     assert covered == list(range(len(lengths)))
     for bucket, first, end in runs:
         assert 0 < end - first <= bucket.batch
         assert lengths[first] <= bucket.length
+
+
+def test_a_larger_batch_is_taken_where_it_costs_about_as_much():
+    measured = [Bucket(1, 32, 100), Bucket(2, 32, 230), Bucket(8, 32, 890), Bucket(16, 32, 2400)]
+    buckets = evened([*measured, Bucket(1, 64, 190), Bucket(1, 256, 900, 8)])
+    assert [b.cost for b in buckets if b.length == 32] == [100, 200, 800, 2400]
+    assert {b.cost for b in buckets if b.length > 32} == {190, 900}
+    chosen = fitting(buckets)
+    runs = [(str(bucket), end - first) for bucket, first, end in partition([32] * 27, chosen)]
+    assert runs == [("8x32", 8)] * 3 + [("2x32", 2), ("1x32", 1)]
 
 
 PACKED = st.builds(Bucket, st.just(1), st.integers(16, 40), st.integers(1, 60), st.integers(1, 6))
@@ -66,7 +76,7 @@ PACKED = st.builds(Bucket, st.just(1), st.integers(16, 40), st.integers(1, 60), 
 def test_packed_runs_hold_their_sentences_and_pay(packed, buckets, lengths):
     lengths = sorted(lengths, reverse=True)
     longest = Bucket(1, 9, 60)
-    runs = partition(lengths, [*packed, *buckets, longest])
+    runs = partition(lengths, fitting([*packed, *buckets, longest]))
     covered = [place for _, first, end in runs for place in range(first, end)]
     assert covered == list(range(len(lengths)))
     for bucket, first, end in runs:
@@ -78,9 +88,9 @@ def test_packed_runs_hold_their_sentences_and_pay(packed, buckets, lengths):
             assert is_full or not rest or sum(lengths[first:end]) + rest[0] > bucket.length
         else:
             assert lengths[first] <= bucket.length
-    padded = partition(lengths, [*buckets, longest])
+    padded = partition(lengths, fitting([*buckets, longest]))
     assert sum(each.cost for each, *_ in runs) <= sum(each.cost for each, *_ in padded)
-    assert runs == partition(lengths, [*packed, *buckets, longest])
+    assert runs == partition(lengths, fitting([*packed, *buckets, longest]))
 
 
 def _ordered_plainly(buckets):

@@ -66,9 +66,9 @@ from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.bundle_schema import Segment
 
-_PASSES = 2
+_PASSES = 5
 """Number of times that each program is measured in turn."""
-_PASS_SECONDS = 0.1
+_PASS_SECONDS = 0.03
 """Duration of measuring one program in one pass; one run may take longer."""
 _FORM_PASSES = 4
 """Number of times that each form of a product is measured in turn."""
@@ -270,9 +270,10 @@ def measure(
     placed = {name: device.put(value) for name, value in values.items()}
     runs = [_runner(store, device, placed, program) for program in programs]
     least = [math.inf] * len(programs)
+    for run in runs:
+        run()  # the first run also builds what XLA makes lazily
     for _ in range(_PASSES):  # a disturbance rarely lasts for all passes
         for place, run in enumerate(runs):
-            run()  # the first run also builds what XLA makes lazily
             least[place] = min(least[place], _least_of(run, _PASS_SECONDS))
     sets = (len(program["weight_sets"]) for program in programs)
     return [max(1, round(best * 1e6 / count)) for best, count in zip(least, sets, strict=True)]

@@ -78,6 +78,7 @@ def linear(
     arrays = [x, *operand.arrays, *([] if up is None else up.arrays)]
     if residual is not None:
         arrays.append(residual)
+    forms = _FORMS.get()
     return _call(
         KERNEL_OF[form],
         jax.ShapeDtypeStruct(
@@ -88,6 +89,7 @@ def linear(
         gated=np.int32(up is not None),
         residual=np.int32(residual is not None),
         activation=np.int32(_ACTIVATIONS[activation]),
+        many_rows=np.int32(forms is not None and forms.many_rows),
     )
 
 
@@ -287,10 +289,13 @@ class Forms:
 
     Attributes:
         chosen: the form of each product that does not get its default form.
+        many_rows: whether sums have the order that suits many rows, for any number of them. It belongs to a
+            model: its programs of few rows and of many must agree.
         met: collects every product that is traced.
     """
 
     chosen: Mapping[Product, str] = field(default_factory=dict)
+    many_rows: bool = False
     met: set[Product] = field(default_factory=set)
 
     def form(self, product: Product) -> str:

@@ -10,6 +10,7 @@
 #include "linear_int4.h"
 #include "linear_integers.h"
 #include "linear_multiplier.h"
+#include "linear_outputs_bf16.h"
 #include "threads.h"
 
 namespace prejit {
@@ -236,7 +237,7 @@ bool linear(const Linear& product) {
   if (product.weights.dtype == Dtype::kInt4) return linear_int4(product);
   if (product.weights.dtype == Dtype::kInt8 && product.inputs <= kMostIntegerInputs) return linear_by_fixed_point(product);
   Multiplier by = product.weights.dtype == Dtype::kBfloat16 ? multiplier() : Multiplier::kFloat32;
-  if (by == Multiplier::kAvx512Bf16) return linear_by_bf16_dots(product);
+  if (by == Multiplier::kAvx512Bf16) return product.many_rows ? linear_by_bf16_outputs(product) : linear_by_bf16_dots(product);
   if (by == Multiplier::kAmx && usual_rows(product) >= kFewestTileRows) return linear_by_amx(product);
   return fills_panels(product) ? linear_by_panels(product) : linear_by_dots(product);
 }

@@ -8,8 +8,8 @@
 //
 // The sums of a row have one order among few rows and another among many, whatever the other rows are. Many rows begin
 // at 8 with AMX (linear_amx.h), else at 128 rows or 32 positions of a sequence (linear.cc). With AVX-512 BF16 the sums of
-// bfloat16 weights have one order for any number of rows (linear_dot_bf16.h); those of int8 and int4 weights have one
-// everywhere.
+// bfloat16 weights have one order for any number of rows (linear_dot_bf16.h), or another one with `many_rows`; those of int8
+// and int4 weights have one everywhere.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,7 @@ struct Weights {
 struct Linear {
   int64_t rows = 0;     // M
   int64_t usual_rows = 0;  // If not 0, these choose the order of sums instead of `rows`, which may vary (experts.h).
+  bool many_rows = false;  // The order of sums that suits many rows, for any number (linear_outputs_bf16.h).
   int64_t positions = 1;  // Number of adjacent rows that belong to one sequence.
   int64_t inputs = 0;   // K
   int64_t outputs = 0;  // N

@@ -74,13 +74,6 @@ PREJIT_BF16_INLINE Numbers load_weights(const Bf16* from, __mmask64 some) {
           _mm512_maskz_loadu_epi16(static_cast<__mmask32>(some >> 32), from + kHalf)};
 }
 
-// to[row] = x[row] for `rows` rows, rounded, padded with zeros to whole steps.
-void pack_rows(const float* x, int64_t rows, int64_t inputs, uint16_t* to, int64_t stride) {
-  for (int64_t row = 0; row < rows; ++row, x += inputs, to += stride)
-    for (int64_t k = 0; k < parts_of(inputs, kStep) * kStep; k += kHalf)
-      _mm512_storeu_si512(to + k, reinterpret_cast<__m512i>(load_pairs(x + k, inputs - k)));
-}
-
 // to[i] = sum(v[i]) of 16 vectors, added in the order of sum() in simd.h.
 PREJIT_BF16_INLINE void sum_each(const __m512 (&v)[16], float* to) {
   __m512 quads[4];
@@ -326,7 +319,8 @@ bool linear_by_bf16_dots(const Linear& p) {
     PackedRows x = {row, least(p.rows - row, at_once), p.inputs, stride, data};
     parallel_for(parts_of(x.rows, kTileRows), [&](int64_t tile) {
       int64_t first = tile * kTileRows;
-      pack_rows(p.x + (row + first) * p.inputs, least(x.rows - first, kTileRows), p.inputs, data + first * stride, stride);
+      for (int64_t r = first; r < least(x.rows, first + kTileRows); ++r)
+        store_pairs(p.x + (row + r) * p.inputs, p.inputs, data + r * stride, stride - kApart);
     });
     if (!multiply_all(p, x)) return false;
   }

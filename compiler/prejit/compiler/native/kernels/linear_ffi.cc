@@ -87,7 +87,7 @@ ffi::Error read_weights(ffi::RemainingArgs arguments, size_t& at, bool has_bias,
 
 template <bool (*compute)(const Linear&)>
 ffi::Error handle(ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t bias, int32_t gated, int32_t residual,
-                  int32_t activation) {
+                  int32_t activation, int32_t many_rows) {
   auto x = arguments.get<ffi::AnyBuffer>(0);
   auto y = results.get<ffi::AnyBuffer>(0);
   if (x.has_error() || y.has_error() || results.size() != 1) return wrong("prejit_linear: expected x and one result");
@@ -108,6 +108,7 @@ ffi::Error handle(ffi::RemainingArgs arguments, ffi::RemainingRets results, int3
   product.y = (*y)->typed_data<float>();
   product.activation = static_cast<Activation>(activation);
   product.gated = gated != 0;
+  product.many_rows = many_rows != 0;
 
   size_t at = 1;
   if (auto error = read_weights(arguments, at, bias != 0, product, product.weights); error.failure()) return error;
@@ -141,7 +142,8 @@ PREJIT_EXPORTED prejit_linear_integers(XLA_FFI_CallFrame* call_frame);
       .Attr<int32_t>("bias")           \
       .Attr<int32_t>("gated")          \
       .Attr<int32_t>("residual")       \
-      .Attr<int32_t>("activation")
+      .Attr<int32_t>("activation")     \
+      .Attr<int32_t>("many_rows")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_linear, prejit::handle<prejit::linear>, PREJIT_LINEAR);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_linear_integers, prejit::handle<prejit::linear_by_integers>, PREJIT_LINEAR);

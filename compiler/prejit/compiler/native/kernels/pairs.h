@@ -15,6 +15,8 @@ PREJIT_INLINE Floats pairs_of(Floats low, Floats high) {
                                                             reinterpret_cast<__m512i>(high)));
 }
 
+constexpr int64_t kPairInputs = 2 * kLanes;  // Of a vector.
+
 // Loads 32 numbers, or the first `count` and zeros, as bfloat16.
 PREJIT_INLINE Floats load_pairs(const float* from, int64_t count) {
   return pairs_of(rounded(load_some(from, count)), rounded(load_some(from + kLanes, count - kLanes)));
@@ -22,6 +24,12 @@ PREJIT_INLINE Floats load_pairs(const float* from, int64_t count) {
 PREJIT_INLINE Floats load_pairs(const Bf16* from, int64_t count) {
   if (count >= 2 * kLanes) return load_as<Floats>(from);
   return reinterpret_cast<Floats>(_mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, from));
+}
+
+// to[k] = x[k], rounded, then zeros up to `size`, which is whole vectors.
+inline void store_pairs(const float* x, int64_t inputs, uint16_t* to, int64_t size) {
+  for (int64_t k = 0; k < size; k += kPairInputs)
+    store(reinterpret_cast<float*>(to + k), load_pairs(x + k, inputs - k));
 }
 
 }  // namespace prejit
