@@ -269,10 +269,10 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
 
 
 def cost_key(compiled: Key) -> Key:
-    """Return the key of a program's cost on this machine, from the key of its executable."""
+    """Return the key of what a full bucket costs on this machine, from the key of its executable."""
     here = Fingerprint.current()
     machine = ("measured on", f"{here.cpu_model}, {here.cpu_count} CPUs")
-    return Key("cost", compiled.name, (*compiled.ingredients, machine))
+    return Key("cost of a full bucket", compiled.name, (*compiled.ingredients, machine))
 
 
 def golden_key(

@@ -14,6 +14,8 @@ from prejit.runtime.format.checks.encoder_interfaces import encoder_bucket_name
 
 _MAX_COST = 1 << 60
 """Maximum cost in microseconds. Larger costs are cut to it, because a program table may hold any integer."""
+_GROUP_TOKENS = 1024
+"""A CPU computes larger batches in groups of so many tokens: they save nothing, and take more memory."""
 _DISTURBED = 5
 """A larger batch that costs more than one part in so many beyond a smaller one, for each sentence, is slower
 indeed."""
@@ -53,12 +55,13 @@ def evened(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     """Return buckets whose larger batches cost no more for a sentence than smaller ones of its length.
 
     A machine that was busy when they were measured makes one look slower than it is. Those that cost much
-    more are left: a batch may need more than a cache holds.
+    more are left, because a batch may need more than a cache holds, and those of many tokens.
     """
     found = list[Bucket]()
     for bucket in sorted(buckets, key=lambda b: (bool(b.sentences), b.length, b.batch)):
         before = found[-1] if found else bucket
-        if not bucket.sentences and before.length == bucket.length:
+        is_small = not bucket.sentences and bucket.batch * bucket.length <= _GROUP_TOKENS
+        if is_small and before.length == bucket.length:
             most = before.cost * bucket.batch // before.batch
             if bucket.cost <= most + most // _DISTURBED:
                 bucket = replace(bucket, cost=min(bucket.cost, most))

@@ -254,8 +254,9 @@ def measure(
     Args:
         store: holds the executables.
         weights: path of the packed weights.
-        programs: for each its `executable` (a blob), its `weight_sets` and its `arguments`. A program runs
-            with each set in turn, like the layers of a model, so that no set stays in a processor's cache.
+        programs: for each its `executable` (a blob), its `weight_sets`, its `arguments` and the `length` of
+            sentences. A program runs with each set in turn, like the layers of a model, so that no set stays
+            in a processor's cache.
         kernels: digest of the library that they call; None: they call none.
     """
     from prejit.runtime.format.blobs import Layer
@@ -366,8 +367,12 @@ def _runner(
     serialized = zstandard.ZstdDecompressor().decompress(require_blob(store, program["executable"]))
     loaded = device.load(serialized, program["executable"])
     arguments = [check_array(text, None, "argument") for text in program["arguments"]]
-    # Ones: tokens that exist, and a sentence that is not empty.
-    inputs = [np.ones(array.shape, dtype_of(array.dtype)) for array in arguments]
+    # Ones are tokens that exist.
+    values = {"length": program["length"]}
+    inputs = [
+        np.full(array.shape, values.get(str(array.path[0]), 1), dtype_of(array.dtype))
+        for array in arguments
+    ]
     sets = [[weights[name] for name in names] for names in program["weight_sets"]]
 
     def run() -> float:

@@ -7,13 +7,28 @@ namespace prejit {
 
 enum class Activation : int32_t { kNone = 0, kGeluErf = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4 };
 
-// A comparison with NaN is false, so both return NaN for NaN.
-PREJIT_INLINE Floats at_least(Floats v, float low) { return v < splat(low) ? splat(low) : v; }
-PREJIT_INLINE Floats at_most(Floats v, float high) { return v > splat(high) ? splat(high) : v; }
+// Both return NaN for NaN: the instructions return their second operand then. GCC compiles a comparison to two instructions.
+PREJIT_INLINE Floats at_least(Floats v, float low) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(splat(low), v);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(splat(low), v);
+#else
+  return _mm_max_ps(splat(low), v);
+#endif
+}
+PREJIT_INLINE Floats at_most(Floats v, float high) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(splat(high), v);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(splat(high), v);
+#else
+  return _mm_min_ps(splat(high), v);
+#endif
+}
 
-// Returns e^v with v clamped to [-87, 88], where e^v neither vanishes nor overflows; relative error below 2e-7.
-PREJIT_INLINE Floats exponential(Floats v) {
-  v = at_most(at_least(v, -87.0f), 88.0f);
+// Returns e^v for v in [-87, 88], where e^v neither vanishes nor overflows, or NaN; relative error below 2e-7.
+PREJIT_INLINE Floats exponential_within(Floats v) {
   // v = n ln 2 + r, |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to the nearest integer.
   Floats shifted = v * 1.44269504f + 12582912.0f;
   Floats n = shifted - 12582912.0f;
@@ -30,6 +45,8 @@ PREJIT_INLINE Floats exponential(Floats v) {
   Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4B400000 + 127) << 23;
   return p * reinterpret_cast<Floats>(exponent);
 }
+
+PREJIT_INLINE Floats exponential(Floats v) { return exponential_within(at_most(at_least(v, -87.0f), 88.0f)); }
 
 // v / (1 + e^-w).
 PREJIT_INLINE Floats times_sigmoid(Floats v, Floats w) { return v / (exponential(-w) + 1.0f); }
@@ -54,7 +71,7 @@ PREJIT_INLINE Floats gelu_erf(Floats v) {
 #pragma GCC unroll 16
   for (int i = 1; i < 10; ++i) p = p * square + kCoefficients[i];
   // Below -6 the value is almost 0 and is kept constant.
-  return times_sigmoid(at_least(v, -6.0f), clamped * p);
+  return at_least(v, -6.0f) / (exponential_within(-(clamped * p)) + 1.0f);
 }
 
 PREJIT_INLINE Floats apply(Activation activation, Floats v) {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +194,11 @@ def measure_costs(
     }
 
 
+def _length(bucket: Mapping[str, int]) -> int:
+    """Return the tokens of each sentence that fill a bucket."""
+    return bucket.get("length", 1) // bucket.get("sentences", 1)
+
+
 def _measured(
     manifest: Manifest, target: CompiledTarget, weights: Path, service: Services
 ) -> dict[str, int]:
@@ -220,6 +225,7 @@ def _measured(
                 "executable": each.compiled.executable.digest,
                 "weight_sets": list(each.lowered.weight_sets.values()) or [each.lowered.weights],
                 "arguments": each.lowered.arguments,
+                "length": _length(each.spec.bucket),
             }
             for each in executables
         ]
