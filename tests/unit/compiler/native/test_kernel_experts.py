@@ -33,7 +33,7 @@ def one(library, x, matrix, bias, *, gated, activation, usual):
     each = [np.split(array, 2) if gated else [array] for array in [*matrix, bias]]
     arrays = [np.ascontiguousarray(array) for part in zip(*each, strict=True) for array in part]
     out = np.full((usual, bias.size // (1 + gated)), np.nan, np.float32)
-    flags = {"bias": 1, "gated": gated, "residual": 0, "activation": activation}
+    flags = {"bias": 1, "gated": gated, "residual": 0, "activation": activation, "many_rows": 0}
     rows = np.repeat(x[None], usual, axis=0)
     kernel_frames.call(library, "linear", [rows, *arrays], [out], **flags)
     return out[0]

@@ -13,10 +13,12 @@ struct Finished {
   float* y;
 };
 
+// Products are rounded before anything is added to them, with every activation: fused, they would have other bits than a row
+// whose activation another kernel applies.
 template <typename Load>
 PREJIT_INLINE Floats scaled(const float* sums, const float* scale, const float* bias, int64_t i, Load load_some) {
   Floats v = load_some(sums + i);
-  if (scale) v = v * load_some(scale + i);
+  if (scale) v = in_register(v * load_some(scale + i));
   if (bias) v = v + load_some(bias + i);
   return v;
 }
@@ -24,7 +26,7 @@ PREJIT_INLINE Floats scaled(const float* sums, const float* scale, const float* 
 template <Activation activation, typename Load, typename Store>
 PREJIT_INLINE void finish_vector(const Finished& f, int64_t i, Load load_some, Store store_some) {
   Floats v = apply(activation, scaled(f.sums, f.scale, f.bias, i, load_some));
-  if (f.up_sums) v = v * scaled(f.up_sums, f.up_scale, f.up_bias, i, load_some);
+  if (f.up_sums) v = in_register(v * scaled(f.up_sums, f.up_scale, f.up_bias, i, load_some));
   if (f.residual) v = v + load_some(f.residual + i);
   store_some(f.y + i, v);
 }
