@@ -1,4 +1,4 @@
-"""The shapes in which sentences are computed: what they cost, and the cheapest set of them for some sentences."""
+"""The shapes in which sentences are computed: what they cost, and the cheapest set of them for sentences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _MAX_COST = 1 << 60
 _GROUP_TOKENS = 1024
 """A CPU computes larger batches in groups of so many tokens: they save nothing, and take more memory."""
 _DISTURBED = 5
-"""A larger batch that costs more than one part in so many beyond a smaller one, for each sentence, is slower
-indeed."""
+"""If a sentence costs more than one part in so many more in a larger batch, that is slower indeed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class EncoderPrograms:
         self._device = programs.device
         found = [each.bucket for each in programs.table.values() if each.kind == "layer"]
         shapes = {(each["batch"], each["length"], each.get("sentences", 0)) for each in found}
-        self.buckets = evened(self._bucket(Bucket(*each[:2], 0, each[2])) for each in sorted(shapes))
+        self.buckets = evened(self._bucket(Bucket(*each[:2], 0, each[2])) for each in shapes)
         self._fitting = fitting(self.buckets)
         self.max_tokens = min(encoder.max_tokens, max(bucket.length for bucket in self.buckets))
         self._warm: set[Bucket] = set()
