@@ -15,7 +15,7 @@ from prejit.compiler.store.store_interface import Key
 
 def executable(name):
     return Stub(
-        spec=Stub(kind="layer", name=name),
+        spec=Stub(kind="layer", name=name, bucket={"batch": 2, "length": 8}),
         job=Stub(key=Key("compile", name, (("name", name),))),
         compiled=Stub(executable=Stub(digest=name)),
         lowered=Stub(weight_sets={}, weights=(), arguments=(), estimated_microseconds=7),
@@ -61,6 +61,12 @@ def test_a_build_that_measures_nothing_has_the_costs_of_any_machine(costs_of):
     assert costs_of(["a"], speed=100) == ({"a": 100}, ["a"])
     assert costs_of(["a", "b"], speed=100, measure=False) == ({"a": 7, "b": 7}, [])
     assert costs_of(["a"], speed=10, measure=False, shard="1/2") == ({"a": 100}, [])
+
+
+def test_programs_are_measured_with_sentences_that_fill_them():
+    """Sentences of one token left attention out, and long shapes looked too cheap."""
+    buckets = {"batch": 4}, {"batch": 2, "length": 8}, {"batch": 1, "length": 256, "sentences": 8}
+    assert [measured_speed._length(bucket) for bucket in buckets] == [1, 8, 32]
 
 
 def test_measuring_ends_in_time_where_a_program_is_faster_than_its_call(monkeypatch):
