@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.manifests import encoder_manifest
 from tokenizers import normalizers
 
 from prejit.runtime import FallbackWarning, Fingerprint, TruncationWarning, UsageError, load
+from prejit.runtime.encoding.buckets import fitting, partition
 from prejit.runtime.errors import ClosedError, ContextError, DeadlineError
 from prejit.server.engine.engine import Engine
 
@@ -152,6 +154,19 @@ def test_every_shape_gives_the_same_embeddings(bundle, module):
         (hidden,) = encoder.programs[embed].run(inputs)
         embedded.add(np.asarray(hidden)[-1, : len(ids)].tobytes())
     assert len(embedded) == 1, "int8 layers make a step of what differs by a last digit"
+
+
+def test_after_a_sleep_short_sentences_get_their_shape_again(built):
+    """They ran in the first shape that was loaded again, for good: each other one seemed to need loading."""
+    with load(built, on_mismatch="error") as loaded:
+        short = [ids_of("a b")]
+        loaded.encode_batch(short)
+        ((best, *_),) = partition([len(short[0])], fitting(loaded.encoder.buckets))
+        loaded.sleep()
+        assert loaded.encode_batch([ids_of(" ".join("abcd" * 20))] * 8).stats.buckets
+        ends = time.monotonic() + 20
+        while (found := loaded.encode_batch(short).stats.buckets) != {str(best): 1}:
+            assert time.monotonic() < ends, found
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.lowering.export import LoweredProgram, Shapes, export_with
-from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.manifest.specs import TYPICAL_TOKENS, ProgramSpec
 from prejit.compiler.models.families import sentence
 from prejit.compiler.models.families.image_models import ImageModel
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
@@ -34,8 +34,6 @@ are mapped and cleared for each layer. MiniLM's sizes in int8, 64 x 128 tokens, 
 instead of 3,536, 4,400 page faults instead of 105,000, 200 MB instead of 218. `mallopt` would change the
 process of the user.
 """
-_TYPICAL_TOKENS = 128
-"""The tokens of a sentence in a packed row, for an estimate."""
 
 
 def lower_encoder(
@@ -181,7 +179,7 @@ def _estimate(
 ) -> int:
     """Return microseconds on a CPU that computes 100 operations and moves 20 bytes per nanosecond."""
     batch, count, width = hidden
-    seen = count if sentences == batch else min(count, _TYPICAL_TOKENS)
+    seen = count if sentences == batch else min(count, TYPICAL_TOKENS)
     size = sum(math.prod(value.shape) for value in weights.values() if len(value.shape) > 1)
     operations = 0 if kind == "embed" else 2 * rows * size
     operations += 4 * batch * count * seen * width if kind == "layer" else 0

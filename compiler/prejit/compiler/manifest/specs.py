@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ENCODER_KINDS = ("embed", "layer", "pool")
 """The kinds of an encoder's programs, in the order in which they run."""
+TYPICAL_TOKENS = 128
+"""The tokens of a sentence in a packed row, for its cost."""
 DRAFT_SECTION = "draft"
 """The section of a manifest with a draft model; with a colon it begins the names of the model's tensors."""
 IMAGE = "image"

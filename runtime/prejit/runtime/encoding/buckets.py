@@ -73,7 +73,7 @@ class Fitting(NamedTuple):
 
     Attributes:
         sizes: lengths of buckets, ascending.
-        buckets: for each the cheapest bucket of each batch that holds it, and all packed ones, the largest
+        buckets: for each the cheapest bucket of each batch that holds it, and all packed ones, the smallest
             first.
     """
 
@@ -92,12 +92,12 @@ def fitting(buckets: Sequence[Bucket]) -> Fitting:
             known = cheapest.get(key)
             if bucket.length >= size and (known is None or bucket.cost < known.cost):
                 cheapest[key] = bucket
-        found.append(sorted(cheapest.values(), key=lambda b: -b.most))
+        found.append(sorted(cheapest.values(), key=lambda b: b.most))
     return Fitting(sizes, found)
 
 
 def partition(lengths: Sequence[int], buckets: Fitting) -> list[tuple[Bucket, int, int]]:
-    """Return the cheapest set of runs that holds all sentences; of equal ones, that with the larger runs.
+    """Return the cheapest set of runs that holds all sentences; of equal ones, that whose runs hold more.
 
     Runs take neighbours in sorted order, and each run is filled. Without packed buckets neither makes the
     result worse: what fits into some runs still fits when both are sorted by length, and fewer sentences
@@ -120,7 +120,7 @@ def partition(lengths: Sequence[int], buckets: Fitting) -> list[tuple[Bucket, in
     costs, chosen = [0] * (count + 1), list[Bucket]()
     for first in range(count - 1, -1, -1):
         options = buckets.buckets[bisect_left(buckets.sizes, lengths[first])]
-        best = min(options, key=lambda b: b.cost + costs[end(first, b)])
+        best = min(options, key=lambda b: (b.cost + costs[e := end(first, b)], -e))
         costs[first] = best.cost + costs[end(first, best)]
         chosen.append(best)
     chosen.reverse()

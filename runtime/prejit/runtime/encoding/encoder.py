@@ -281,17 +281,22 @@ class EncoderPrograms:
         """Return the cheapest runs for these lengths, which descend; a bucket not yet loaded costs extra."""
         if not lengths:
             return []
+        best = partition(lengths, self._fitting)
         if not self.programs.are_loaded:  # they must be compiled: do not wait for them
             ready = [b for b in self.buckets if all(map(self.programs.ready, b.programs))]
-            best = partition(lengths, self._fitting)
             if len(ready) == len(self.buckets):
                 return best
             self.programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
             if ready and max(bucket.length for bucket in ready) >= lengths[0]:
                 return partition(lengths, fitting(ready))
             return best
-        if len(self._warm) == len(self.buckets):
-            return partition(lengths, self._fitting)
+        if len(self._warm) < len(self.buckets):
+            here = (b for b in self.buckets if all(map(self.programs.is_here, b.programs)))
+            self._warm.update(here)
+        if self._warm.issuperset(bucket for bucket, *_ in best):
+            return best
+        if self._is_closed:  # they were dropped, and no thread loads them all again
+            self.programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
         later = {
             b: b if b in self._warm else replace(b, cost=b.cost + _LOAD_MICROSECONDS)
             for b in self.buckets

@@ -307,6 +307,10 @@ class Programs:
         """True if programs come out of the bundle; if not, they are compiled here."""
         return self._executables is not None
 
+    def is_here(self, name: str) -> bool:
+        """Return whether a program runs at once."""
+        return name in self._ready
+
     def ready(self, name: str) -> bool:
         """Return whether a request should take this program; with `serve_smaller` if it is compiled."""
         if not self._serve_smaller or name in self._ready:

@@ -254,7 +254,7 @@ def measure(
     Args:
         store: holds the executables.
         weights: path of the packed weights.
-        programs: for each its `executable` (a blob), its `weight_sets`, its `arguments` and the `length` of
+        programs: for each its `executable` (a blob), its `weight_sets`, its `arguments` and the `lengths` of
             sentences. A program runs with each set in turn, like the layers of a model, so that no set stays
             in a processor's cache.
         kernels: digest of the library that they call; None: they call none.
@@ -368,9 +368,10 @@ def _runner(
     loaded = device.load(serialized, program["executable"])
     arguments = [check_array(text, None, "argument") for text in program["arguments"]]
     # Ones are tokens that exist.
-    values = {"length": program["length"]}
     inputs = [
-        np.full(array.shape, values.get(str(array.path[0]), 1), dtype_of(array.dtype))
+        np.array(program["lengths"], dtype_of(array.dtype))
+        if array.path == ("length",)
+        else np.ones(array.shape, dtype_of(array.dtype))
         for array in arguments
     ]
     sets = [[weights[name] for name in names] for names in program["weight_sets"]]

@@ -22,7 +22,7 @@ from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source, e
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.manifest.specs import ENCODER_KINDS, IMAGE
+from prejit.compiler.manifest.specs import ENCODER_KINDS, IMAGE, TYPICAL_TOKENS
 from prejit.compiler.native.form_table import (
     FormTable,
     KnownForms,
@@ -194,9 +194,15 @@ def measure_costs(
     }
 
 
-def _length(bucket: Mapping[str, int]) -> int:
-    """Return the tokens of each sentence that fill a bucket."""
-    return bucket.get("length", 1) // bucket.get("sentences", 1)
+def _lengths(bucket: Mapping[str, int]) -> list[int]:
+    """Return the tokens of sentences that fill a bucket; packed ones are typical, as far as all fit."""
+    length = bucket.get("length", 1)
+    if (most := bucket.get("sentences")) is None:
+        return [length] * bucket["batch"]
+    each = max(TYPICAL_TOKENS, -(-length // most))
+    whole, rest = divmod(length, each)
+    found = [*[each] * whole, *[rest][: rest > 0]]
+    return found + [0] * (most - len(found))
 
 
 def _measured(
@@ -225,7 +231,7 @@ def _measured(
                 "executable": each.compiled.executable.digest,
                 "weight_sets": list(each.lowered.weight_sets.values()) or [each.lowered.weights],
                 "arguments": each.lowered.arguments,
-                "length": _length(each.spec.bucket),
+                "lengths": _lengths(each.spec.bucket),
             }
             for each in executables
         ]

@@ -65,8 +65,14 @@ def test_a_build_that_measures_nothing_has_the_costs_of_any_machine(costs_of):
 
 def test_programs_are_measured_with_sentences_that_fill_them():
     """Sentences of one token left attention out, and long shapes looked too cheap."""
-    buckets = {"batch": 4}, {"batch": 2, "length": 8}, {"batch": 1, "length": 256, "sentences": 8}
-    assert [measured_speed._length(bucket) for bucket in buckets] == [1, 8, 32]
+    for bucket, lengths in (
+        ({"batch": 3}, [1] * 3),  # of images
+        ({"batch": 2, "length": 8}, [8, 8]),
+        ({"batch": 1, "length": 300, "sentences": 5}, [128, 128, 44, 0, 0]),
+        ({"batch": 1, "length": 1000, "sentences": 4}, [250] * 4),
+        ({"batch": 1, "length": 64, "sentences": 2}, [64, 0]),
+    ):
+        assert measured_speed._lengths(bucket) == lengths
 
 
 def test_measuring_ends_in_time_where_a_program_is_faster_than_its_call(monkeypatch):
