@@ -87,12 +87,9 @@ class Programs:
         """
         self.bundle = config.bundle
         self.table = {program.name: program for program in config.programs}
-        self.config = config
-        self.device = device
-        self._executables = executables
-        self._portable = portable
-        self._weights = weights
-        self.verification = portable.verification
+        self.config, self.device = config, device
+        self._executables, self._weights = executables, weights
+        self._portable, self.verification = portable, portable.verification
         # The processes of a cluster run the same programs together, whichever are ready, and no others.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self.canary = None if device.in_cluster else canary
@@ -109,13 +106,12 @@ class Programs:
         self._trees: dict[tuple[str, str], Tree] = {}
         self._static: dict[str, dict[str, Constant]] = {}
         self._specialized: dict[str, bytes] = {}  # portable programs for sizes that no bucket has
-        self._lock = threading.Lock()
+        self._lock, self._queue_lock = threading.Lock(), threading.Lock()
         self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
         # Needed but not ready: being made, or in the queue of the background thread.
         self._underway: set[str] = set()
         self._failed: set[str] = set()  # in that thread; the caller who needs one gets its error
         self._queue: list[tuple[bool, int, str]] = []
-        self._queue_lock = threading.Lock()
         self._working = False
         self._thread: threading.Thread | None = None
         self._closed: ClosedError | None = None
@@ -313,9 +309,8 @@ class Programs:
 
     def ready(self, name: str) -> bool:
         """Return whether a request should take this program; with `serve_smaller` if it is compiled."""
-        if not self._serve_smaller or name in self._ready:
-            return True
-        return self.compiler.is_kept(self.table[name])
+        is_taken = not self._serve_smaller or name in self._ready
+        return is_taken or self.compiler.is_kept(self.table[name])
 
     def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
         """Begin to make the program ready that the first request will probably run first.
