@@ -32,8 +32,7 @@ namespace {
 #define PREJIT_BF16 __attribute__((target("avx512bf16"), noinline))
 #define PREJIT_BF16_INLINE inline __attribute__((target("avx512bf16"), always_inline))
 
-constexpr int64_t kStep = 64;  // Inputs: two vectors.
-constexpr int kHalf = 32;      // Inputs of a vector of bfloat16.
+constexpr int64_t kStep = 2 * kPairInputs;
 constexpr int kTileRows = 4;
 constexpr int kTileOutputs = 4;
 
@@ -71,7 +70,7 @@ struct Numbers {
 // Loads the weights of `some` of 64 inputs, and zeros.
 PREJIT_BF16_INLINE Numbers load_weights(const Bf16* from, __mmask64 some) {
   return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>(some), from),
-          _mm512_maskz_loadu_epi16(static_cast<__mmask32>(some >> 32), from + kHalf)};
+          _mm512_maskz_loadu_epi16(static_cast<__mmask32>(some >> 32), from + kPairInputs)};
 }
 
 // to[i] = sum(v[i]) of 16 vectors, added in the order of sum() in simd.h.
@@ -124,22 +123,22 @@ PREJIT_BF16_INLINE void multiply_step(const Tile& t, const uint16_t* const (&x)[
   for (int o = 0; o < outputs; ++o) {
     uint16_t* kept = t.kept + o * kKeptStride + k;
     if (ahead)
-      for (int half = 0; half < 2; ++half) __builtin_prefetch(w[o] + k + ahead + half * kHalf, 0, 2);
+      for (int half = 0; half < 2; ++half) __builtin_prefetch(w[o] + k + ahead + half * kPairInputs, 0, 2);
     if (from == From::kKept) {
-      weights[o] = {_mm512_loadu_si512(kept), _mm512_loadu_si512(kept + kHalf)};
+      weights[o] = {_mm512_loadu_si512(kept), _mm512_loadu_si512(kept + kPairInputs)};
       continue;
     }
     weights[o] = load_weights(w[o] + k, some);
     if (from == From::kMemoryAndKeep) {
       _mm512_storeu_si512(kept, weights[o].first);
-      _mm512_storeu_si512(kept + kHalf, weights[o].second);
+      _mm512_storeu_si512(kept + kPairInputs, weights[o].second);
     }
   }
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half)
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
-      __m512i some_of_x = _mm512_loadu_si512(x[r] + k + half * kHalf);
+      __m512i some_of_x = _mm512_loadu_si512(x[r] + k + half * kPairInputs);
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o)
         total[r][o] = _mm512_dpbf16_ps(total[r][o], reinterpret_cast<__m512bh>(some_of_x),
