@@ -103,13 +103,17 @@ class Rollout:
             machines: the fleet; empty: nobody asks.
 
         Raises:
-            UsageError: `channel` has no tag that can move.
+            UsageError: `channel` has no tag that can move, or `new` is no whole digest.
             StoreError: a place does not answer, or there is no such bundle.
             RejectError: a bundle is damaged.
         """
         self._channel = _channel_of(channel)
         self._previous = replace(self._channel, tag=self._channel.tag + PREVIOUS)
         self._place = open_repository(self._channel)
+        if new.startswith("sha256:") and not is_digest(new):
+            raise UsageError(
+                f"expected 64 hexadecimal digits after sha256:, found {new[7:]!r:.80}"
+            )
         source = parse_reference(new) if new else self._previous
         if is_digest(new):
             # A bucket knows by a tag alone what is attached.

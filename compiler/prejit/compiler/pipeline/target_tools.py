@@ -237,7 +237,8 @@ def _read(manifest: Manifest, library: Library, where: str) -> ReadLibrary:
             hint="compile it for the machines of the targets",
         )
     if missing := [name for name in library.handlers.values() if name not in read.exported]:
-        shown = ", ".join(read.exported[:_MAX_SHOWN]) or "none"
+        in_c = [name for name in read.exported if not name.startswith("_Z")]
+        shown = ", ".join(in_c[:_MAX_SHOWN]) or "none"
         raise ManifestError(
             f"{where}.handlers: expected symbols that {path} exports, found no {', '.join(missing)}; it "
             f"exports {shown}",
@@ -258,7 +259,7 @@ def _read(manifest: Manifest, library: Library, where: str) -> ReadLibrary:
 
 
 _MAX_SHOWN = 8
-"""Maximum number of exported symbols that an error lists."""
+"""Maximum number of exported symbols that an error lists, of those whose names are not C++'s."""
 
 
 def _content(path: Path, where: str) -> bytes:

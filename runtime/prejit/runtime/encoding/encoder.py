@@ -286,7 +286,7 @@ class EncoderPrograms:
             ready = [b for b in self.buckets if all(map(self.programs.ready, b.programs))]
             if len(ready) == len(self.buckets):
                 return best
-            self.programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
+            self._prepare_later(best)
             if ready and max(bucket.length for bucket in ready) >= lengths[0]:
                 return partition(lengths, fitting(ready))
             return best
@@ -296,13 +296,16 @@ class EncoderPrograms:
         if self._warm.issuperset(bucket for bucket, *_ in best):
             return best
         if self._is_closed:  # they were dropped, and no thread loads them all again
-            self.programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
+            self._prepare_later(best)
         later = {
             b: b if b in self._warm else replace(b, cost=b.cost + _LOAD_MICROSECONDS)
             for b in self.buckets
         }
         own = {charged: bucket for bucket, charged in later.items()}
         return [(own[b], first, end) for b, first, end in partition(lengths, fitting(list(own)))]
+
+    def _prepare_later(self, runs: Sequence[tuple[Bucket, int, int]]) -> None:
+        self.programs.prepare_later(*(name for bucket, *_ in runs for name in bucket.programs))
 
     def _run(
         self, bucket: Bucket, tokens: Any, length: Any, layers: Sequence[str]

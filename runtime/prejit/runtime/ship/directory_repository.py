@@ -78,10 +78,13 @@ class DirectoryRepository(_OneBundle):
         Raises:
             UsageError: another tool has written images here, or an `index.json` of another kind.
         """
+        path = os.path.join(self.name, "index.json")
+        if not os.path.isfile(path):  # to open a FIFO would wait for its writer
+            return
         try:
-            with open(os.path.join(self.name, "index.json"), "rb") as file:
+            with open(path, "rb") as file:
                 content = file.read(limits.MAX_INDEX_BYTES)
-        except OSError:  # no bundle, and what cannot be written says so
+        except OSError:  # what cannot be written says so
             return
         found = parse_object(content)
         if is_ours(content) or not found or found.get("manifests") == []:  # ours, damaged, empty

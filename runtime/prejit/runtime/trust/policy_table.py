@@ -72,10 +72,11 @@ class Table:
         return value
 
     def text(self, key: str) -> str:
-        """Return text, which must be there and not be empty."""
+        """Return text, which must be there, not be empty, and have no NUL, which no path may have."""
         text = self._value(key, str, "text")
-        if not text:
-            raise self.error("expected text, found an empty one", key)
+        if not text or "\0" in text:
+            found = "one with a NUL" if text else "an empty one"
+            raise self.error(f"expected text, found {found}", key)
         return text
 
     def texts(self, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -144,6 +145,9 @@ def test_images_of_another_tool_are_not_removed(fleet, tmp_path):
     write_root(there, [])
     moved(fleet, there)
     moved(GOLDEN / "call", there)  # a bundle in place of another
+    (there / "index.json").unlink()
+    os.mkfifo(there / "index.json")  # nobody waits for its writer
+    moved(fleet, there)
 
 
 def test_tags_lead_to_bundles_and_are_removed(fleet):

@@ -70,6 +70,7 @@ WRONG = [
     (KEY + RULE.replace("demo", "*") + RULE, r"expected `\*` in the last rule alone"),
     (GOOD + 'channel = "x"', "channel: expected the name of a channel"),
     (GOOD + '[channels.x]\nfile = "x"', "expected at least one key"),
+    (GOOD + '[channels.x]\nfile = "\\u0000"\nkeys = ["a"]', "x.file: .* found one with a NUL"),
     (GOOD + '[revoked]\ndigests = ["sha256:1"]', "digests: expected sha256:"),
     (key_table("a", expires="2027-06-30T12:00:00") + RULE, "keys.a.expires"),
     ("[keys.a]\n" + RULE, "expected one of file and pem, found none"),

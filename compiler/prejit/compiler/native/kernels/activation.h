@@ -7,25 +7,8 @@ namespace prejit {
 
 enum class Activation : int32_t { kNone = 0, kGeluErf = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4 };
 
-// Both return NaN for NaN: the instructions return their second operand then. GCC compiles a comparison to two instructions.
-PREJIT_INLINE Floats at_least(Floats v, float low) {
-#if defined(__AVX512F__)
-  return _mm512_max_ps(splat(low), v);
-#elif defined(__AVX2__)
-  return _mm256_max_ps(splat(low), v);
-#else
-  return _mm_max_ps(splat(low), v);
-#endif
-}
-PREJIT_INLINE Floats at_most(Floats v, float high) {
-#if defined(__AVX512F__)
-  return _mm512_min_ps(splat(high), v);
-#elif defined(__AVX2__)
-  return _mm256_min_ps(splat(high), v);
-#else
-  return _mm_min_ps(splat(high), v);
-#endif
-}
+// Returns v where it is in [low, high], else the nearer end.
+PREJIT_INLINE Floats within(Floats v, float low, float high) { return minimum(splat(high), maximum(splat(low), v)); }
 
 // Returns e^v for v in [-87, 88], where e^v neither vanishes nor overflows, or NaN; relative error below 2e-7.
 PREJIT_INLINE Floats exponential_within(Floats v) {
@@ -46,7 +29,7 @@ PREJIT_INLINE Floats exponential_within(Floats v) {
   return p * reinterpret_cast<Floats>(exponent);
 }
 
-PREJIT_INLINE Floats exponential(Floats v) { return exponential_within(at_most(at_least(v, -87.0f), 88.0f)); }
+PREJIT_INLINE Floats exponential(Floats v) { return exponential_within(within(v, -87.0f, 88.0f)); }
 
 // v / (1 + e^-w).
 PREJIT_INLINE Floats times_sigmoid(Floats v, Floats w) { return v / (exponential(-w) + 1.0f); }
@@ -65,20 +48,20 @@ PREJIT_INLINE Floats gelu_erf(Floats v) {
                                      -1.7253295681030067e-08f, -5.476140430005216e-08f, 6.7806654442392755e-06f,
                                      -0.000107325438875705f,   -6.964059866731986e-05f, 0.07266846299171448f,
                                      1.5957696437835693f};
-  Floats clamped = at_most(at_least(v, -6.0f), 6.0f);
+  Floats clamped = within(v, -6.0f, 6.0f);
   Floats square = clamped * clamped;
   Floats p = splat(kCoefficients[0]);
 #pragma GCC unroll 16
   for (int i = 1; i < 10; ++i) p = p * square + kCoefficients[i];
   // Below -6 the value is almost 0 and is kept constant.
-  return at_least(v, -6.0f) / (exponential_within(-(clamped * p)) + 1.0f);
+  return maximum(splat(-6.0f), v) / (exponential_within(-(clamped * p)) + 1.0f);
 }
 
 PREJIT_INLINE Floats apply(Activation activation, Floats v) {
   switch (activation) {
     case Activation::kGeluErf: return gelu_erf(v);
     case Activation::kGeluTanh: return gelu_tanh(v);
-    case Activation::kRelu: return at_least(v, 0.0f);
+    case Activation::kRelu: return maximum(splat(0.0f), v);
     case Activation::kSilu: return silu(v);
     case Activation::kNone: break;
   }

@@ -182,10 +182,10 @@ static void soften(float* scores, int64_t stride, int64_t columns, const Sums& s
     for (int i = 0; i < kLanes; ++i) {
       most[i] = splat(-__builtin_inff());
       const float* line = scores + (done + i) * stride;
-      for (int64_t s = 0; i < count && s < columns; s += kLanes) most[i] = larger(load(line + s), most[i]);
+      for (int64_t s = 0; i < count && s < columns; s += kLanes) most[i] = maximum(load(line + s), most[i]);
     }
     const Floats before = load(sums.most + row);
-    const Floats top = larger(maxima(most), before);
+    const Floats top = maximum(maxima(most), before);
     const Base base = base_of(top);
     float high[kLanes], low[kLanes], factors[kLanes];
     store(high, base.high);
@@ -213,7 +213,7 @@ static void merge(const Sums& sums, const Sums& other, int64_t rows, int64_t siz
   const int64_t padded = round_up(size);
   for (int64_t done = 0; done < rows; done += kLanes) {
     const Floats ours = load(sums.most + done), theirs = load(other.most + done);
-    const Floats top = larger(theirs, ours);
+    const Floats top = maximum(theirs, ours);
     float factors[kLanes], other_factors[kLanes];
     store(factors, rescaling(ours, top));
     store(other_factors, rescaling(theirs, top));

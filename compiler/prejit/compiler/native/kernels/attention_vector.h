@@ -108,9 +108,6 @@ PREJIT_INLINE Floats swap(Floats a, Floats b, std::integer_sequence<int, I...>) 
   return PREJIT_SHUFFLE(a, b, (I & Half ? I - Half + kLanes : I + Half)...);
 }
 
-// NaN in a is lost here, and NaN in b is kept; the exponential keeps the NaN of a score.
-PREJIT_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
 // Reduces the elements of each x[i] to element i of the result, by a tree that halves their number.
 template <int Half, typename F>
 PREJIT_INLINE Floats reduced(Floats (&x)[kLanes], const F& reduce) {
@@ -124,8 +121,9 @@ PREJIT_INLINE Floats reduced(Floats (&x)[kLanes], const F& reduce) {
   }
 }
 
+// NaN may be lost here; the exponential keeps the NaN of a score.
 PREJIT_INLINE Floats maxima(Floats (&x)[kLanes]) {
-  return reduced<kLanes / 2>(x, [](Floats a, Floats b) { return larger(a, b); });
+  return reduced<kLanes / 2>(x, [](Floats a, Floats b) { return maximum(a, b); });
 }
 
 // exp(x) = power * (fraction + 1) with |x - n ln 2| <= ln 2 / 2, power = 2^n, for -87 <= x <= 88. The polynomial has the

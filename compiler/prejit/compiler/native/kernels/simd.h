@@ -125,6 +125,26 @@ PREJIT_INLINE Floats splat(float value) {
 #endif
 }
 
+// Both return b where an element is NaN, as their instructions do: GCC compiles a comparison to two instructions.
+PREJIT_INLINE Floats maximum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return _mm_max_ps(a, b);
+#endif
+}
+PREJIT_INLINE Floats minimum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return _mm_min_ps(a, b);
+#endif
+}
+
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN, and values beyond the greatest become infinite.
 PREJIT_INLINE Floats rounded(Floats v) {
   Bits bits = reinterpret_cast<Bits>(v);
