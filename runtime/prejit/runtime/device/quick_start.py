@@ -122,8 +122,8 @@ _MADV_DONTNEED = 4
 def unmap_library_pages() -> None:
     """Take the code of large libraries out of this process's page tables, in a thread: most runs once.
 
-    Of jaxlib's 83 MB 64 go, of the others' 20 MB 8. A call maps again what it needs, 64 KB at a time, from the
-    page cache.
+    Of jaxlib's 83 MB 64 go, of the others' 20 MB 8. A call maps again what it needs, 64 KB at a
+    time, from the page cache.
     """
     if not is_plain_start():
         start_thread(_unmap, "prejit-unmap-libraries")
@@ -145,14 +145,14 @@ def _unmap() -> None:
             start, end = (int(each, 16) for each in addresses.split(b"-"))
             pages.seek(start // PAGESIZE * 8)
             flags = np.frombuffer(pages.read((end - start) // PAGESIZE * 8), np.uint8)[7::8]
-            # A page that was written, of a relocation or a debugger's breakpoint, is of no file: it would be lost.
+            # A page that was written is of no file, and would be lost: relocations, breakpoints.
             if not ((flags & (_PRESENT | _OF_FILE) == _PRESENT) | (flags & _SWAPPED)).any():
                 advise(c_void_p(start), c_size_t(end - start), _MADV_DONTNEED)
 
 
 _NEVER_CLOSED = (
-    *(_LIBRARY.encode(), b"_ml_dtypes_ext.", b"_multiarray_umath.", b"libscipy_openblas", b"backend_c."),
-    *(b"libpython3", b"libcrypto.so", b"libstdc++.so", b"libc.so", b"libm.so"),
+    *(_LIBRARY.encode(), b"_ml_dtypes_ext.", b"_multiarray_umath.", b"libscipy_openblas"),
+    *(b"backend_c.", b"libpython3", b"libcrypto.so", b"libstdc++.so", b"libc.so", b"libm.so"),
 )
 """Names of libraries begin so which stay as long as the process: nothing else can get their addresses."""
 _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
