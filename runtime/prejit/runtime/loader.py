@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.process_facts import LoadTimes, importing, policy_paths, span
-from prejit.runtime.device.quick_start import collector_off, quickly, unmap_library_pages
+from prejit.runtime.device.quick_start import collector_off, import_ahead, unmap_library_pages
 from prejit.runtime.errors import KernelError, RejectError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
@@ -50,12 +50,11 @@ _log = logging.getLogger(__name__)
 logging.getLogger("prejit.runtime").addHandler(logging.NullHandler())
 _loads = itertools.count()
 """Counts the calls of `load` in this process."""
-_CALLER = 4
-"""Stack level of the user's code for a warning in `load`, whose decorators have a frame each."""
+_CALLER = 3
+"""Stack level of the user's code for a warning in `load`, whose decorator has a frame."""
 
 
 @collector_off()
-@quickly()
 def load(
     path: str | os.PathLike[str],
     *,
@@ -117,6 +116,8 @@ def load(
             program raises AnswerError, which is one, if the executable gives a wrong answer.
         UsageError: `prejit record` wrote the bundle.
     """
+    with importing():
+        import_ahead()
     started, is_first = time.perf_counter(), next(_loads) == 0
     path = arguments.path("path", path)
     arguments.choice("on_mismatch", on_mismatch, ("jit", "error"))

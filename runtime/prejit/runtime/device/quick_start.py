@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from mmap import PAGESIZE
 
-from prejit.runtime.base.process_facts import importing, is_alone, is_plain_start, thread_count
+from prejit.runtime.base.process_facts import is_alone, is_plain_start, thread_count
 from prejit.runtime.base.threads_and_forks import start_thread
 
 _LIBRARY = "libjax_common.so"
@@ -27,32 +27,27 @@ _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 (driver/others/blas_server.c)."""
 
 
-@contextlib.contextmanager
-def quickly() -> Iterator[None]:
-    """Run a load with these measures. Works as a context manager and as a decorator."""
-    if is_plain_start():
-        yield
-        return
-    with importing():
-        import_ahead()
-    yield
-
-
+@functools.cache
 def import_ahead() -> None:
-    """Import and open what every load needs; what was done before is not done again."""
-    read_library_ahead()
+    """Import and open what every load needs, once."""
+    library = read_library_ahead()
     # NumPy first: it opens libraries itself, and would wait while another thread opens one.
     import_numpy()
-    open_jaxlib()
+    if library is not None:
+        open_jaxlib(library)
 
 
 @functools.cache
-def read_library_ahead() -> None:
-    """Ask the kernel for the pages of jaxlib's library that a start touches. Nothing waits for them here."""
+def read_library_ahead() -> str | None:
+    """Ask the kernel for the pages of jaxlib's library that a start touches. Nothing waits for them here.
+
+    Returns the library's path; None: it is open, or there is none, and its import raises a better error.
+    """
     if is_plain_start() or "jaxlib._jax" in sys.modules:
-        return
+        return None
     if (library := jaxlib_library()) is not None:
         read_ahead(library)
+    return library
 
 
 def jaxlib_library() -> str | None:
@@ -87,24 +82,15 @@ def set_log_level() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 
 
-@functools.cache
-def open_jaxlib() -> None:
+def open_jaxlib(path: str) -> None:
     """Open jaxlib's library in a thread, beside our imports: 25 of the 30 ms of its import, under the GIL."""
-    if is_plain_start() or "jaxlib._jax" in sys.modules:
-        return
-    if (path := jaxlib_library()) is None:
-        return  # the import raises a better error
     set_log_level()
     # The linker opens one library at a time. A start needs those of these modules (jaxlib: subprocess).
     for name in ("hashlib", "json", "mmap", "subprocess", "zstandard"):
         importlib.import_module(name)
     import ctypes
 
-    try:
-        # A foreign function runs without the GIL; ctypes.CDLL(path) would hold it.
-        dlopen = ctypes.CDLL(None).dlopen
-    except (AttributeError, OSError):
-        return
+    dlopen = ctypes.CDLL(None).dlopen  # it runs without the GIL; ctypes.CDLL(path) would hold it
     dlopen.restype = ctypes.c_void_p
     flags = os.RTLD_NOW | os.RTLD_LOCAL  # as an import opens it
 
@@ -113,10 +99,6 @@ def open_jaxlib() -> None:
 
     if (thread := start_thread(open_library, _OPENING)) is not None:
         os.register_at_fork(before=thread.join)  # no child gets half of a library
-
-
-_MADV_DONTNEED = 4
-"""A number of madvise(2)."""
 
 
 def unmap_library_pages() -> None:
@@ -145,9 +127,10 @@ def _unmap() -> None:
             start, end = (int(each, 16) for each in addresses.split(b"-"))
             pages.seek(start // PAGESIZE * 8)
             flags = np.frombuffer(pages.read((end - start) // PAGESIZE * 8), np.uint8)[7::8]
-            # A page that was written is of no file, and would be lost: relocations, breakpoints.
-            if not ((flags & (_PRESENT | _OF_FILE) == _PRESENT) | (flags & _SWAPPED)).any():
-                advise(c_void_p(start), c_size_t(end - start), _MADV_DONTNEED)
+            # A page that was written is of no file, and would be lost: relocations, breakpoints. Bits of the
+            # flags: 0x80 present, 0x40 swapped, 0x20 of a file (Documentation/admin-guide/mm/pagemap.rst).
+            if not ((flags & 0xA0 == 0x80) | (flags & 0x40)).any():
+                advise(c_void_p(start), c_size_t(end - start), 4)  # MADV_DONTNEED
 
 
 _NEVER_CLOSED = (
@@ -155,8 +138,6 @@ _NEVER_CLOSED = (
     *(b"backend_c.", b"libpython3", b"libcrypto.so", b"libstdc++.so", b"libc.so", b"libm.so"),
 )
 """Names of libraries begin so which stay as long as the process: nothing else can get their addresses."""
-_PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
-"""Bits of the last byte of a page in /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst)."""
 
 
 PAGE_BYTES = 4096
