@@ -218,6 +218,7 @@ clean: ## remove environments, bundles and caches of this checkout
 
 # An empty environment with uv. One of another version of Python, as those of older checkouts are, is made again.
 define venv
+	@$(2) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or newer, found " + sys.version.split()[0] + " ($(2)): make PYTHON=python3.12 ...")'
 	@echo 'setting up $(1) (a minute the first time)'
 	@test "$$($(1)/bin/python -V 2>&1)" = "$$($(2) -V 2>&1)" || rm -rf $(1)
 	@$(2) -m venv $(1)

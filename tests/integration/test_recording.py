@@ -226,6 +226,9 @@ def test_a_program_with_its_own_logging_is_not_disturbed(bundle, reported):
 def test_nothing_to_record_is_said(prejit_at, tmp_path):
     done = prejit_at("record", "-o", tmp_path / "b", "--", "true", status=1)
     assert "the program compiled nothing with jax" in done.stderr
+    assert "hint: record a command that calls jitted functions" in done.stderr
+    failed = prejit_at("record", "-o", tmp_path / "b", "--", "false", status=1)
+    assert "hint: mend the command first" in failed.stderr
     assert not (tmp_path / "b").exists()
     assert not list(tmp_path.glob(".*"))
 

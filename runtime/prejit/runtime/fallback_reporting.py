@@ -61,10 +61,10 @@ def expiry_notice(jax: str, readable_until: str | None, today: date) -> str | No
     until = date.fromisoformat(readable_until)
     if today + NOTICE < until:
         return None
-    ends = "ended" if today > until else "ends"
+    promises = "promised" if today > until else "promises"
     return (
-        f"its portable programs are of jax {jax}, which later versions promise to read for six "
-        f"months: that {ends} on {until}, and executables have no such date. Build it again with a newer jax"
+        f"jax {promises} that its later versions read portable programs of jax {jax} until {until}; "
+        "executables have no such date. Some day, build it again with a newer jax"
     )
 
 

@@ -111,7 +111,7 @@ class Rollout:
         self._previous = replace(self._channel, tag=self._channel.tag + PREVIOUS)
         self._place = open_repository(self._channel)
         if new.startswith("sha256:") and not is_digest(new):
-            raise UsageError(f"expected 64 hexadecimal digits after sha256:, found {new[7:]!r:.80}")
+            raise UsageError(f"expected 64 digits of 0-9a-f after sha256:, found {new[7:]!r:.80}")
         source = parse_reference(new) if new else self._previous
         if is_digest(new):
             # A bucket knows by a tag alone what is attached.

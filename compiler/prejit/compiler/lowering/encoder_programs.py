@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ def lower_encoder(
     """
     batch, count = spec.bucket["batch"], spec.bucket["length"]
     sentences = spec.bucket.get("sentences")
+    forms = forms and replace(forms, many_rows=True)
     runs = model.parts(spec.kind)
     names = {id(part): ".".join(map(str, path)) for path, part in nnx.iter_modules(model)}
     weights, function = _program(model, spec.kind, runs[0])
@@ -115,7 +117,7 @@ def lower_images(
         return reads.bind(weights).image(pixels)
 
     pixels = jax.ShapeDtypeStruct((spec.bucket["batch"], *size, 3), jnp.uint8)
-    exported = export_with(forms, function, (weights, pixels))
+    exported = export_with(forms and replace(forms, many_rows=True), function, (weights, pixels))
     result = jax.eval_shape(function, weights, pixels)
     largest = sum(math.prod(value.shape) for value in weights.values())
     return LoweredProgram(

@@ -398,7 +398,7 @@ def _note_expiry(name: str, progress: Progress) -> None:
     if expiry is not None:
         # jax 0.10.2 is the last one for Python 3.11.
         needed = ", which needs Python 3.12" if sys.version_info < (3, 12) else ""
-        progress.note(f"{name}: {expiry}{needed}")
+        progress.note(f"note: {name}: {expiry}{needed}")
 
 
 def _attempt(manifest: Manifest, step: Callable[[], _Step]) -> _Step | Failed:

@@ -238,7 +238,7 @@ def _read(manifest: Manifest, library: Library, where: str) -> ReadLibrary:
         )
     if missing := [name for name in library.handlers.values() if name not in read.exported]:
         in_c = [name for name in read.exported if not name.startswith("_Z")]
-        shown = ", ".join(in_c[:_MAX_SHOWN]) or "none"
+        shown = ", ".join(in_c[:_MAX_SHOWN]) or "no name of C"
         raise ManifestError(
             f"{where}.handlers: expected symbols that {path} exports, found no {', '.join(missing)}; it "
             f"exports {shown}",

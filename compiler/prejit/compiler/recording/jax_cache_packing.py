@@ -37,6 +37,7 @@ from prejit.runtime.errors import BuildError
 from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram, Segment
 from prejit.runtime.format.checks.layers import unpack
+from prejit.runtime.format.index_writing import stranger
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_contents
@@ -120,16 +121,9 @@ def read_targets(path: Path) -> tuple[RecordedTarget, ...]:
         StoreError: it cannot be read.
         UsageError: `prejit build` wrote it.
     """
-    if not path.exists() or _is_unfinished(path):
+    if not path.exists() or (path.is_dir() and not stranger(path)):
         return ()
     return read_whole(path, _read_targets)
-
-
-def _is_unfinished(path: Path) -> bool:
-    """Return whether a directory has nothing but what writers leave that write `index.json` last."""
-    return path.is_dir() and all(
-        each.name in ("blobs", "oci-layout") or each.suffix == ".tmp" for each in path.iterdir()
-    )
 
 
 def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:
@@ -471,7 +465,9 @@ def _write(
         if not targets:
             raise BuildError(
                 f"the program compiled nothing with jax, and ended with status {status}",
-                hint="record a command that calls jitted functions; Python must not run with -I, -E or -S",
+                hint="mend the command first; has the Python that it runs jax? Give that Python's path"
+                if status
+                else "record a command that calls jitted functions; Python must not run with -I, -E or -S",
             )
         digest = write_bundle(output, name, [packed(target, name) for target in targets])
     finally:

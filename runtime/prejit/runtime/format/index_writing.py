@@ -28,6 +28,19 @@ from prejit.runtime.format.names import (
 from prejit.runtime.records import replace
 
 
+def stranger(path: Path) -> str:
+    """Return a name in a directory that a bundle's writer, which may have been killed, does not leave there.
+
+    Writers write `index.json` last. Empty: the directory has nothing else, or is none.
+    """
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return ""
+    ours = ("blobs", "oci-layout", "lost+found")  # the last one is of a new file system
+    return next((name for name in names if name not in ours and name[0] != "."), "")
+
+
 def is_ours(content: bytes) -> bool:
     """Return whether prejit wrote an `index.json`: its keys are sorted, and other tools begin otherwise."""
     return next(iter(parse_object(content)), "") == "manifests"

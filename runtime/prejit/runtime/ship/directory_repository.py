@@ -17,7 +17,7 @@ from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.format.index_writing import is_ours, locked
+from prejit.runtime.format.index_writing import is_ours, locked, stranger
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import read_root
@@ -76,28 +76,33 @@ class DirectoryRepository(_OneBundle):
         """Check that another bundle may take the place of what is here: `publish` removes all other blobs.
 
         Raises:
-            UsageError: another tool has written images here, or an `index.json` of another kind.
+            UsageError: there are other files, images of another tool, or an `index.json` of another kind.
         """
         path = os.path.join(self.name, "index.json")
         if not os.path.isfile(path):  # to open a FIFO would wait for its writer
+            found = stranger(Path(self.name))
+            if found not in ("", "index.json"):
+                raise self._occupied(repr(found))
             return
         try:
             with open(path, "rb") as file:
                 content = file.read(limits.MAX_INDEX_BYTES)
         except OSError:  # what cannot be written says so
             return
-        found = parse_object(content)
-        if is_ours(content) or not found or found.get("manifests") == []:  # ours, damaged, empty
+        read = parse_object(content)
+        if is_ours(content) or not read or read.get("manifests") == []:  # ours, damaged, empty
             return
         try:
             with Layout(self.name) as layout:  # skopeo and oras write bundles, too
                 read_root(layout)
         except RejectError as error:
-            raise UsageError(
-                f"{self.name}: expected a bundle or no directory yet, found what another tool wrote; nothing "
-                "was changed",
-                hint="give another directory, or move this away",
-            ) from error
+            raise self._occupied("what another tool wrote") from error
+
+    def _occupied(self, found: str) -> UsageError:
+        return UsageError(
+            f"{self.name}: expected a bundle or an empty directory, found {found}; nothing was changed",
+            hint="give another directory, or move this away",
+        )
 
     def open(self, tag: str, digest: str) -> RemoteFiles:
         """See `Repository.open`."""

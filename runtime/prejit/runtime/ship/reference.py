@@ -138,7 +138,7 @@ def parse_reference(text: str) -> Reference:
     digest = f"sha256:{digest}" if at else ""
     if digest and not is_digest(digest):
         raise UsageError(
-            f"{shown}: expected 64 hexadecimal digits after @sha256:, found {digest[7:]!r:.80}"
+            f"{shown}: expected 64 digits of 0-9a-f after @sha256:, found {digest[7:]!r:.80}"
         )
     before, slash, last = place.rpartition("/")
     colon = tag = ""

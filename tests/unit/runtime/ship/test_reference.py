@@ -37,7 +37,7 @@ def test_a_wrong_reference_is_refused_and_a_password_is_not_printed():
         ("oci://host", "a host and a path"),
         ("oci://host/A", "lower-case"),
         ("oci://host/a:-x", "a tag of up to"),
-        ("oci://host/a@sha256:abc", "64 hexadecimal digits"),
+        ("oci://host/a@sha256:abc", "64 digits of 0-9a-f"),
         ("oci://host/a?ns=b", r"^oci://host/a: .* behind a '\?'"),
         ("https://host/a#b:c", "^https://host/a: .* behind a '#'"),
     ):

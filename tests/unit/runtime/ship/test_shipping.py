@@ -145,6 +145,10 @@ def test_images_of_another_tool_are_not_removed(fleet, tmp_path):
     write_root(there, [])
     moved(fleet, there)
     moved(GOLDEN / "call", there)  # a bundle in place of another
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "mine.txt").touch()
+    with pytest.raises(UsageError, match=r"work: .* found 'mine.txt'; nothing was changed"):
+        moved(fleet, tmp_path / "work")
     (there / "index.json").unlink()
     os.mkfifo(there / "index.json")  # nobody waits for its writer
     moved(fleet, there)

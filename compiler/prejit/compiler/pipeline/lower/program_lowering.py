@@ -186,9 +186,8 @@ def _lower_native(
 ) -> Native:
     from prejit.compiler.models.layers.kernel_calls import Forms
 
-    manifest = space.plan.manifest
-    chosen = Forms(forms, many_rows=manifest.encode is not None or program.spec.kind == IMAGE)
-    how = lower_own_decoder if manifest.has_own_model else _lower_published
+    chosen = Forms(forms)
+    how = lower_own_decoder if space.plan.manifest.has_own_model else _lower_published
     made = how(space, program, chosen)
     digest = space.store.put_blob(made.portable)
     products = tuple((each, chosen.form(each)) for each in sorted(chosen.met))

@@ -24,7 +24,7 @@ from prejit.runtime.format.audit import check_attached, check_index_file
 from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.blobs import check_blobs
 from prejit.runtime.format.bundle_schema import Descriptor, Index
-from prejit.runtime.format.index_writing import encode_root, is_ours, locked
+from prejit.runtime.format.index_writing import encode_root, is_ours, locked, stranger
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_NAME,
@@ -95,6 +95,11 @@ def check_place(name: str, output: Path) -> None:
             f"{output}: expected a directory of bundles (--output), found a file; nothing was built",
             hint="give another directory (-o DIR), or move the file away",
         )
+    if (output / "oci-layout").is_file() and (output / "index.json").is_file():
+        raise UsageError(
+            f"{output}: expected a directory of bundles (--output), found a bundle; nothing was built",
+            hint=f"give the directory that it is in: -o {output.parent}",
+        )
     if found := _found_at(path, name):
         raise UsageError(
             f"{path}: expected no bundle but an older {name!r} of `prejit build`, found {found}; nothing was "
@@ -118,7 +123,9 @@ def _found_at(path: Path, name: str) -> str:
             targets = match(root, Fingerprint.current())
             layers = [at.mediaType for each in targets for at in read_manifest(layout, each).layers]
     except (RejectError, StoreError):
-        return ""
+        if (path / "index.json").exists():  # a damaged bundle
+            return ""
+        return repr(found) if (found := stranger(path)) else ""
     if RECORDED_MEDIA_TYPE in layers:
         return "a recording of `prejit record`"
     return "" if there == name else f"the bundle {there!r}"

@@ -50,6 +50,11 @@ def foreign(path):
     (path / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
 
 
+def other_files(path):
+    path.mkdir()
+    (path / "mine.txt").write_text("mine")
+
+
 def contents(path):
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
@@ -60,6 +65,7 @@ def contents(path):
         (built, "other", f"the bundle {NAME!r}"),
         (recorded, NAME, "a recording of `prejit record`"),
         (foreign, NAME, "what another tool wrote"),
+        (other_files, NAME, "'mine.txt'"),
     ],
 )
 def test_what_no_build_wrote_stays(put, name, found, tmp_path):
@@ -71,6 +77,12 @@ def test_what_no_build_wrote_stays(put, name, found, tmp_path):
         build(manifest, tmp_path, cache=tmp_path.with_name("cache"), quiet=True)
     assert "-o DIR" in raised.value.hint
     assert contents(tmp_path) == before
+
+
+def test_a_bundle_is_no_directory_of_bundles(tmp_path):
+    built(tmp_path / NAME)
+    with pytest.raises(UsageError, match=r"expected a directory of bundles .* found a bundle"):
+        check_place(NAME, tmp_path / NAME)
 
 
 def test_an_older_bundle_may_be_replaced(tmp_path):
