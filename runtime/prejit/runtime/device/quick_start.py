@@ -121,7 +121,7 @@ def _unmap() -> None:
         with open("/proc/self/maps", "rb") as maps:
             parts = [at.split(None, 5) for at in maps if at.rpartition(b"/")[2].startswith(_LARGE)]
         for addresses, access, *_, path in parts:
-            # Nobody may close it now, or be about to open it: the addresses could get other data.
+            # Open as a whole, and never closed any more: nothing else can get its addresses.
             if access not in (b"r-xp", b"r--p") or not libc.dlopen(path.rstrip(b"\n"), pinned):
                 continue
             start, end = (int(each, 16) for each in addresses.split(b"-"))
