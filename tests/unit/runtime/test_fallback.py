@@ -189,8 +189,14 @@ def test_a_damaged_program_is_rejected_late(part, recipe, tmp_path):
     ("today", "says"),
     [
         ("2026-11-13", None),
-        ("2026-11-14", "promises that its later"),
-        ("2026-12-15", "promised that its later"),
+        (
+            "2026-11-14",
+            "promises that its later versions read portable programs of jax 0.10.2 until 2026-12-14",
+        ),
+        (
+            "2026-12-15",
+            "promised that its later versions read portable programs of jax 0.10.2 until 2026-12-14",
+        ),
     ],
 )
 def test_somebody_is_told_before_portable_programs_expire(today, says):

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prejit.compiler.fleet.machine_groups import merge
-from prejit.runtime.base.files import is_digest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.fallback_reporting import closest_target
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -110,14 +109,15 @@ class Rollout:
         self._channel = _channel_of(channel)
         self._previous = replace(self._channel, tag=self._channel.tag + PREVIOUS)
         self._place = open_repository(self._channel)
-        if new.startswith("sha256:") and not is_digest(new):
-            raise UsageError(f"expected 64 digits of 0-9a-f after sha256:, found {new[7:]!r:.80}")
-        source = parse_reference(new) if new else self._previous
-        if is_digest(new):
+        source = self._previous
+        if new.startswith("sha256:"):
+            source = parse_reference(f"{self._channel.place}@{new}")
             # A bucket knows by a tag alone what is attached.
             tags = () if self._channel.scheme == REGISTRY else self._place.tags()
             tag = next((each.tag for each in tags if each.digest == new), "")
-            source = replace(self._channel, tag=tag, digest=new)
+            source = replace(source, tag=tag)
+        elif new:
+            source = parse_reference(new)
         self._resolved = self._place.resolve(self._channel.tag)
         if not new and not self._place.resolve(self._previous.tag):
             raise StoreError(

@@ -113,7 +113,7 @@ def test_who_is_served_by_a_channel_which_is_a_tag_elsewhere(place):
     Rollout(f"{place}:{'x' * 119}", f"{place}:all", ())
     with pytest.raises(UsageError, match="at most 119 letters, found 120"):
         Rollout(f"{place}:{'x' * 120}", f"{place}:all", ())
-    with pytest.raises(UsageError, match="64 digits of 0-9a-f after sha256:, found '123'"):
+    with pytest.raises(UsageError, match="64 digits of 0-9a-f after @sha256:, found '123'"):
         Rollout(f"{place}:prod", "sha256:123", ())
     plan = Rollout(f"{place}:prod", f"{place}:other", FLEET).plan
     assert plan.losing == ("old-1", "old-2")

@@ -14,12 +14,15 @@ namespace prejit {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 constexpr int kRegisters = 32;
+#define PREJIT_FLOATS(operation) _mm512_##operation##_ps
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 constexpr int kRegisters = 16;
+#define PREJIT_FLOATS(operation) _mm256_##operation##_ps
 #else
 constexpr int kLanes = 4;
 constexpr int kRegisters = 16;
+#define PREJIT_FLOATS(operation) _mm_##operation##_ps
 #endif
 
 // A bfloat16 as stored: the upper half of a float32.
@@ -115,35 +118,11 @@ PREJIT_INLINE void store_first(float* to, Floats v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = v[i];
 }
 
-PREJIT_INLINE Floats splat(float value) {
-#if defined(__AVX512F__)
-  return _mm512_set1_ps(value);
-#elif defined(__AVX2__)
-  return _mm256_set1_ps(value);
-#else
-  return _mm_set1_ps(value);
-#endif
-}
+PREJIT_INLINE Floats splat(float value) { return PREJIT_FLOATS(set1)(value); }
 
 // Both return b where an element is NaN, as their instructions do: GCC compiles a comparison to two instructions.
-PREJIT_INLINE Floats maximum(Floats a, Floats b) {
-#if defined(__AVX512F__)
-  return _mm512_max_ps(a, b);
-#elif defined(__AVX2__)
-  return _mm256_max_ps(a, b);
-#else
-  return _mm_max_ps(a, b);
-#endif
-}
-PREJIT_INLINE Floats minimum(Floats a, Floats b) {
-#if defined(__AVX512F__)
-  return _mm512_min_ps(a, b);
-#elif defined(__AVX2__)
-  return _mm256_min_ps(a, b);
-#else
-  return _mm_min_ps(a, b);
-#endif
-}
+PREJIT_INLINE Floats maximum(Floats a, Floats b) { return PREJIT_FLOATS(max)(a, b); }
+PREJIT_INLINE Floats minimum(Floats a, Floats b) { return PREJIT_FLOATS(min)(a, b); }
 
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN, and values beyond the greatest become infinite.
 PREJIT_INLINE Floats rounded(Floats v) {
@@ -155,10 +134,8 @@ PREJIT_INLINE Floats rounded(Floats v) {
 // Returns a b + c, rounded once if the level has FMA. Without this a compiler fuses in one loop and not in another, and
 // the result of a row then depends on its neighbours.
 PREJIT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_ps(a, b, c);
+#if defined(__AVX2__)
+  return PREJIT_FLOATS(fmadd)(a, b, c);
 #else
   return a * b + c;
 #endif
