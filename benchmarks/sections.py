@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,8 @@ class Run:
     Attributes:
         bench: directory, and number of rounds.
         wanted: parts of the names of rows to run, with commas.
+        model: model of the sections that measure several; empty: all.
+        tokens: lengths of prompts of these sections; empty: all.
         samples: samples by section, then by row.
         failures: reasons by section, then by row.
         rows: rows by section.
@@ -71,6 +73,8 @@ class Run:
 
     bench: Bench
     wanted: str
+    model: str
+    tokens: Sequence[int]
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     rows: dict[str, list[Row]] = field(default_factory=dict)
@@ -209,11 +213,20 @@ def decode(run: Run) -> Found:
 
 
 _NARROW = ("bfloat16", "int8", "int4")
-_MODELS = (
-    ("gpt2", "GPT-2 124M", tuple(workload.BYTES)),
-    ("llama-1b", "Llama's shape with 1.24 billion parameters", _NARROW),
-)
-"""Name, title and dtypes of the models that are measured in batches and with longer prompts."""
+_MODELS = {
+    "gpt2": ("GPT-2 124M", tuple(workload.BYTES)),
+    "qwen3-600m": ("Qwen3 0.6B's shape", _NARROW),
+    "llama-1b": ("Llama's shape with 1.24 billion parameters", _NARROW),
+    "llama-3b": ("Llama's shape with 3.2 billion parameters", _NARROW),
+}
+"""Title and dtypes of the models that are measured in batches and with longer prompts."""
+
+
+def _measured(run: Run, *but: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield name, title and dtypes of the models that a section measures: all, or the one that is wanted."""
+    for model, (title, dtypes) in _MODELS.items():
+        if model not in but and run.model in ("", model):
+            yield model, title, dtypes
 
 
 def batch(run: Run) -> Found:
@@ -229,28 +242,31 @@ def batch(run: Run) -> Found:
             note="Decode counts the tokens of all rows; tokens are compared in the first. OpenVINO's "
             "pipeline does not tell when a step of several rows is done, so it is not here.",
         )
-        for model, title, dtypes in _MODELS
-        for size in (4, 8)
+        for model, title, dtypes in _measured(run)
+        for size in workload.BATCHES
     ]
     return _joined(found)
 
 
 def prefill(run: Run) -> Found:
-    """Measure prompts of 512 tokens in a warm process."""
+    """Measure prompts in a warm process."""
+    least, most = workload.PREFILL_RUNS
     found = [
         beside_peers(
             run,
-            f"{model}, prefill",
-            f"{title}, a prompt of 512 tokens in a warm process",
-            Work("prefill", model, dtypes=dtypes),
+            f"{model}, prefill of {tokens}",
+            f"{title}, a prompt of {tokens} tokens in a warm process",
+            Work("prefill", model, dtypes=dtypes, tokens=tokens),
             (PREFILL, RSS),
             [
                 Goal(PREFILL, dtype, 1.0 if dtype == "float32" else 0.8, ("OpenVINO",))
                 for dtype in dtypes
             ],
-            note=f"Median of {workload.PREFILL_RUNS} prompts of each process, no two alike.",
+            note=f"Median of {least} to {most} prompts of each process, no two alike.",
         )
-        for model, title, dtypes in _MODELS
+        for model, title, dtypes in _measured(run)
+        for tokens in workload.PREFILL_TOKENS
+        if (model != "gpt2" or tokens < workload.POSITIONS) and tokens in (run.tokens or (tokens,))
     ]
     return _joined(found)
 
@@ -299,17 +315,18 @@ def _of_llama(run: Run, name: str, billions: str, sizes: workload.Llama) -> Foun
 
 def long_prompts(run: Run) -> Found:
     """Measure texts that go on after long prompts."""
-    work = Work("generate", "llama-1b", dtypes=_NARROW, engines=("prejit", "llama.cpp"))
     found = [
         beside_peers(
             run,
-            f"llama-1b, after {tokens}",
-            f"Llama's shape with 1.24 billion parameters, {tokens} tokens in, 64 out",
-            replace(work, tokens=tokens),
+            f"{model}, after {tokens}",
+            f"{title}, {tokens} tokens in, 64 out",
+            Work("generate", model, dtypes=dtypes, tokens=tokens),
             (FIRST, DECODE, RSS),
-            [Goal(DECODE, dtype, 1.0) for dtype in _NARROW],
+            [Goal(DECODE, dtype, 1.0) for dtype in dtypes],
         )
+        for model, title, dtypes in _measured(run, "gpt2")
         for tokens in workload.LONG_PROMPTS
+        if tokens in (run.tokens or (tokens,))
     ]
     return _joined(found)
 
@@ -456,10 +473,14 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=SECTIONS, help="one section")
     parser.add_argument("--row", default="", help="rows with one of these in their names")
+    parser.add_argument(
+        "--model", default="", choices=_MODELS, help="one model of batch and prompts"
+    )
+    parser.add_argument("--tokens", default=[], type=int, nargs="+", help="lengths of long prompts")
     given = parser.parse_args()
     bench = Bench(bench_directory(), given.runs, given.quick)
     use_two_cores()
-    run = Run(bench, given.row)
+    run = Run(bench, given.row, given.model, given.tokens)
     started = time.perf_counter()
     facts = begin(bench.runs, bundles_of=sources_digest())
     bench.model("gpt2")

@@ -47,12 +47,13 @@ def qwen3_shapes() -> Shapes:
 
 
 def qwen3_config() -> dict[str, object]:
-    """Return the config.json of Qwen3 0.6B, for a context of 2048."""
+    """Return the config.json of Qwen3 0.6B."""
     return {
         **_config("Qwen3ForCausalLM", "qwen3", _QWEN_TOKENS, _QWEN_LAYERS, _QWEN_HEADS, _KV_HEADS),
         **{"hidden_size": _QWEN_WIDTH, "head_dim": HEAD, "intermediate_size": _QWEN_INNER},
         **{"hidden_act": "silu", "rms_norm_eps": EPSILON, "rope_theta": 1e6},
         **{"attention_bias": False, "tie_word_embeddings": True},
+        "max_position_embeddings": 40960,
     }
 
 

@@ -60,7 +60,7 @@ class Llama:
 
 LLAMA_1B = Llama(16, 2048, 32, 8, 8192, 128256, 131072)
 """The shape of Llama 3.2 1B: 1.24 billion parameters."""
-LLAMA_3B = Llama(28, 3072, 24, 8, 8192, 128256, 2048)
+LLAMA_3B = Llama(28, 3072, 24, 8, 8192, 128256, 131072)
 """The shape of Llama 3.2 3B."""
 LLAMA_8B = Llama(32, 4096, 32, 8, 14336, 128256, 2048, tied=False)
 """The shape of Llama 3.1 8B."""
@@ -69,9 +69,18 @@ LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
 
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
 """Tokens of the main rows. CONTEXT is the length of the KV cache of both JAX and prejit."""
-PREFILL_TOKENS, PREFILL_RUNS = 512, 7
-LONG_PROMPTS = (4000, 16000)
-"""Tokens of long prompts. prejit computes them in chunks of PREFILL_TOKENS, as llama.cpp does."""
+PREFILL_TOKENS = (512, 2048)
+"""Tokens of the prompts that a warm process computes."""
+LONG_PROMPTS = (1000, 4000, 16000)
+"""Tokens of prompts that a text goes on after."""
+LONG_CONTEXTS = tuple(tokens + 2 * NEW_TOKENS for tokens in (512, 1000, 2048, 4000))
+"""Contexts that one bundle has together: to build a billion parameters for each apart would take hours."""
+BATCHES = (4, 8)
+"""Numbers of rows that run together."""
+CHUNK_TOKENS = 512
+"""prejit computes longer prompts in chunks of so many tokens, as llama.cpp does."""
+PREFILL_RUNS, PREFILL_SECONDS = (2, 7), 15.0
+"""A warm process computes so many prompts at least and at most, and no further one after so long."""
 SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
 """Tokens of a short request, those of a published guide to KV caches in JAX."""
 WARM_REQUESTS, WARM_SECONDS = 2, 3.0
@@ -112,9 +121,7 @@ def prompts(count: int, batch: int) -> list[list[int]]:
     return [ids[row * count : (row + 1) * count] for row in range(batch)]
 
 
-def prefill_prompt(
-    number: int, count: int = PREFILL_TOKENS, vocabulary: int = VOCABULARY
-) -> list[int]:
+def prefill_prompt(number: int, count: int, vocabulary: int = VOCABULARY) -> list[int]:
     """Return `count` ids, different for each number: some engines cache repeated prompts."""
     first, *others = (token % vocabulary for token in prompt_ids(count))
     return [(first + number) % vocabulary, *others]
@@ -214,9 +221,7 @@ def requests(request: Callable[[], Iterable[int]]) -> dict[str, object]:
 
 
 def prefill(
-    first_token: Callable[[list[int]], int],
-    count: int = PREFILL_TOKENS,
-    vocabulary: int = VOCABULARY,
+    first_token: Callable[[list[int]], int], count: int, vocabulary: int = VOCABULARY
 ) -> dict[str, object]:
     """Time prompts in a warm process.
 
@@ -230,10 +235,11 @@ def prefill(
     """
     token = first_token(prefill_prompt(0, count, vocabulary))
     say_first()
-    seconds = []
-    for number in range(1, PREFILL_RUNS + 1):
+    seconds: list[float] = []
+    least, most = PREFILL_RUNS
+    while len(seconds) < least or (len(seconds) < most and sum(seconds) < PREFILL_SECONDS):
         started = time.perf_counter()
-        first_token(prefill_prompt(number, count, vocabulary))
+        first_token(prefill_prompt(len(seconds) + 1, count, vocabulary))
         seconds.append(time.perf_counter() - started)
     rate = count / statistics.median(seconds)
     return {"tokens": [token], "prefill_tokens_per_second": rate}

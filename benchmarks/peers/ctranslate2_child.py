@@ -1,8 +1,8 @@
 """CTranslate2, as its Python users run it.
 
-    peers/ctranslate2_child.py generate MODEL [BATCH]     32 tokens in, 64 out
-    peers/ctranslate2_child.py prefill  MODEL             512 tokens in, again and again
-    peers/ctranslate2_child.py encode   MODEL             embeddings of all shapes
+    peers/ctranslate2_child.py generate MODEL BATCH TOKENS     64 tokens out
+    peers/ctranslate2_child.py prefill  MODEL BATCH TOKENS     prompts, one after the other
+    peers/ctranslate2_child.py encode   MODEL                  embeddings of all shapes
 
 MODEL is the output of its converter. Its name ends in the type of the arithmetic: `gpt2-ct2-int8`.
 """
@@ -31,10 +31,10 @@ def load(kind: Callable[..., Any], path: str) -> Any:
     return kind(path, compute_type=compute, intra_threads=THREADS, inter_threads=1)
 
 
-def generate(path: str, batch: int) -> dict[str, object]:
+def generate(path: str, batch: int, length: int) -> dict[str, object]:
     """Yield greedy tokens. Each step calls back for every row of the batch."""
     generator, names = load(ctranslate2.Generator, path), vocabulary(path)
-    prompts = workload.prompts(workload.PROMPT_TOKENS, batch)
+    prompts = workload.prompts(length, batch)
     tokens: list[int] = []
     times: list[float] = []
     told = 0
@@ -66,7 +66,7 @@ def generate(path: str, batch: int) -> dict[str, object]:
     }
 
 
-def prefill(path: str) -> dict[str, object]:
+def prefill(path: str, length: int) -> dict[str, object]:
     """Measure prompts."""
     generator, names = load(ctranslate2.Generator, path), vocabulary(path)
 
@@ -79,7 +79,7 @@ def prefill(path: str) -> dict[str, object]:
         )
         return int(result.sequences_ids[0][0])
 
-    return workload.prefill(first_token)
+    return workload.prefill(first_token, length)
 
 
 def vocabulary(path: str) -> list[str]:
@@ -102,8 +102,8 @@ def encode(path: str) -> None:
 if __name__ == "__main__":
     job, path, *size = sys.argv[1:]
     if job == "generate":
-        workload.say_last(**generate(path, int(size[0]) if size else 1))
+        workload.say_last(**generate(path, *map(int, size)))
     elif job == "prefill":
-        workload.say_last(**prefill(path))
+        workload.say_last(**prefill(path, int(size[1])))
     else:
         encode(path)

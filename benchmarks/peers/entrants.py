@@ -31,11 +31,11 @@ class Work:
     """The work of a section, which every entrant does.
 
     Attributes:
-        job: `generate` (64 tokens out), `prefill` (512 in) or `encode`.
+        job: `generate` (64 tokens out), `prefill` (a prompt, again and again) or `encode`.
         model: `gpt2`, `llama-1b`, `minilm`, or a name in family_models.py.
         batch: number of rows that run together.
         dtypes: dtypes of the weights that are compared.
-        tokens: length of the prompts that `generate` begins with.
+        tokens: length of the prompts.
         engines: beginnings of the names of those that take part; empty: all.
     """
 
@@ -48,10 +48,8 @@ class Work:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of the child process: the batch and the tokens of a prompt, unless they are the usual."""
-        if self.tokens != workload.PROMPT_TOKENS:
-            return str(self.batch), str(self.tokens)
-        return (str(self.batch),) if self.batch > 1 else ()
+        """Options of the child process: the batch and the tokens of a prompt; an encoder has none."""
+        return () if self.job == "encode" else (str(self.batch), str(self.tokens))
 
 
 Command = tuple[str, ...]
@@ -91,22 +89,16 @@ def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, 
         return ("peers/encode_child.py", "bundle", path), bench.prejit
     sizes = workload.FEW
     name = f"{work.model}-{dtype}"
-    if work.job == "prefill":
-        length = workload.PREFILL_TOKENS
-        sizes, name = (
-            {"batch": (1,), "prompt": (length,), "context": (2 * length,)},
-            f"{name}-prefill",
-        )
-    elif work.tokens != workload.PROMPT_TOKENS:
-        context = work.tokens + 2 * workload.NEW_TOKENS
-        sizes = {"batch": (1,), "prompt": (workload.PREFILL_TOKENS,), "context": (context,)}
-        name = f"{name}-after-{work.tokens}"
+    if work.tokens != workload.PROMPT_TOKENS:
+        contexts: tuple[int, ...] = (work.tokens + 2 * workload.NEW_TOKENS,)
+        if work.model != "gpt2" and contexts[0] in workload.LONG_CONTEXTS:
+            contexts = workload.LONG_CONTEXTS
+        sizes = {"batch": (1,), "prompt": (workload.CHUNK_TOKENS,), "context": contexts}
+        name += f"-context-{contexts[-1]}"
     elif work.batch > 1:
-        sizes, name = {**sizes, "batch": (work.batch,)}, f"{name}-batch-{work.batch}"
+        sizes, name = {**sizes, "batch": workload.BATCHES}, f"{name}-batches"
     path = bench.built(name, work.model, dtype, sizes)
-    batch, *tokens = work.options or ("",)
-    options = (batch, str(workload.VOCABULARY), *tokens) if tokens else work.options
-    return ("peers/prejit_child.py", work.job, path, *options), bench.prejit
+    return ("peers/prejit_child.py", work.job, path, *work.options), bench.prejit
 
 
 def encoder_bundle(bench: Bench, dtype: str) -> str:
@@ -240,19 +232,24 @@ def child(python: str, script: str, work: Work, path: str, *more: str) -> Comman
     return (python, str(BENCHMARKS / script), work.job, path, *more, *work.options)
 
 
-_GPT2 = frozenset({("generate", "gpt2"), ("prefill", "gpt2")})
-_LLAMA = frozenset({("generate", "llama-1b"), ("prefill", "llama-1b")})
-_FAMILIES = frozenset(("generate", name) for name in ("llama-3b", *FAMILY_MODELS))
+def _texts(*models: str) -> frozenset[tuple[str, str]]:
+    return frozenset((job, model) for job in ("generate", "prefill") for model in models)
+
+
+_GPT2 = _texts("gpt2")
+_LLAMA = _texts("llama-1b", "llama-3b")
+_QWEN = _texts("qwen3-600m")
+_FAMILIES = _LLAMA | _texts(*FAMILY_MODELS)
 _MINILM = frozenset({("encode", "minilm")})
 
 ENTRANTS = (
     *(
         Entrant(PREJIT[dtype], dtype, partial(prejit, dtype=dtype), can, quick=True)
         for dtype, can in (
-            ("float32", _GPT2 | _LLAMA | _MINILM),
-            ("bfloat16", _GPT2 | _LLAMA | _FAMILIES | _MINILM),
-            ("int8", _GPT2 | _LLAMA | _FAMILIES | _MINILM),
-            ("int4", _GPT2 | _LLAMA | _FAMILIES),
+            ("float32", _GPT2 | _MINILM),
+            ("bfloat16", _GPT2 | _FAMILIES | _MINILM),
+            ("int8", _GPT2 | _FAMILIES | _MINILM),
+            ("int4", _GPT2 | _FAMILIES),
         )
     ),
     Entrant(JAX_COLD, "float32", partial(jax, warm=False), _GPT2 | _MINILM, quick=True),
@@ -269,10 +266,10 @@ ENTRANTS = (
         )
         for kind, dtype, can in (
             ("f32", "float32", _GPT2),
-            ("bf16", "bfloat16", _GPT2 | _LLAMA | _FAMILIES),
-            ("q8_0", "int8", _GPT2 | _LLAMA | _FAMILIES),
-            ("q4_0", "int4", _GPT2 | _LLAMA | _FAMILIES),
-            ("q4_k_m", "int4", _GPT2 | _LLAMA),
+            ("bf16", "bfloat16", _GPT2 | _FAMILIES),
+            ("q8_0", "int8", _GPT2 | _FAMILIES),
+            ("q4_0", "int4", _GPT2 | _FAMILIES),
+            ("q4_k_m", "int4", _GPT2 | _LLAMA | _QWEN),
         )
     ),
     *(
@@ -280,9 +277,10 @@ ENTRANTS = (
             f"ik_llama.cpp {kind}",
             dtype,
             partial(llama_cpp, kind=kind, environment="ik_llama.cpp"),
-            _LLAMA,  # it refuses GPT-2's shared output weights
+            _LLAMA | _QWEN,  # it refuses GPT-2's shared output weights
             environment="ik_llama.cpp",
             packages=("ik-llama-cpp-python",),
+            one_row="it aborts in batches",
         )
         for kind, dtype in (("bf16", "bfloat16"), ("q8_0", "int8"), ("q4_0", "int4"))
     ),
@@ -299,8 +297,8 @@ ENTRANTS = (
         for name, dtype, weights, precision, can in (
             ("fp32", "float32", "fp32", "f32", _GPT2 | _MINILM),
             ("bf16 arithmetic", "bfloat16", "fp32", "bf16", _GPT2 | _MINILM),
-            ("int8", "int8", "int8", "f32", _GPT2 | _MINILM),
-            ("int4", "int4", "int4", "f32", _GPT2 | _LLAMA),
+            ("int8", "int8", "int8", "f32", _GPT2 | _LLAMA | _QWEN | _MINILM),
+            ("int4", "int4", "int4", "f32", _GPT2 | _LLAMA | _QWEN),
         )
     ),
     *(

@@ -4,8 +4,8 @@ It has a static, donated KV cache, jitted prefill and decode, and the form of ma
 backend runs best at batch 1: weights (out, in), one array a layer, dot_general contracting dimension 1 of
 both.
 
-    peers/jax_baseline.py generate WEIGHTS [BATCH] [--bfloat16]   32 tokens in, 64 out
-    peers/jax_baseline.py prefill  WEIGHTS [--bfloat16]   512 tokens in, again and again
+    peers/jax_baseline.py generate WEIGHTS [BATCH TOKENS] [--bfloat16]   32 tokens in, 64 out
+    peers/jax_baseline.py prefill  WEIGHTS BATCH TOKENS [--bfloat16]   prompts, one after the other
     peers/jax_baseline.py requests WEIGHTS [--op-by-op] [--no-cache]   4 tokens in, 15 out, again and again
 
 The environment decides whether the compilation cache is cold or warm (JAX_COMPILATION_CACHE_DIR).
@@ -166,7 +166,7 @@ def generate_without_cache(weights: Weights, prompt: list[int], count: int) -> I
 
 def first_token(weights: Weights, prompt: list[int]) -> int:
     """Return the token that follows a prompt."""
-    cache = empty_cache(1, 2 * workload.PREFILL_TOKENS)
+    cache = empty_cache(1, len(prompt) + workload.NEW_TOKENS)
     return int(prefill(weights, np.array([prompt], np.int32), cache)[0][0])
 
 
@@ -175,9 +175,10 @@ def main(job: str, path: str, *options: str) -> None:
     weights = load_weights(path)
     if "--bfloat16" in options:
         weights = to_bfloat16(weights)
+    sizes = [int(option) for option in options if option.isdecimal()]
+    batch, length = sizes or (1, workload.PROMPT_TOKENS)
     if job == "generate":
-        batch = int(options[0]) if options and options[0].isdecimal() else 1
-        prompts = workload.prompts(workload.PROMPT_TOKENS, batch)
+        prompts = workload.prompts(length, batch)
         facts = workload.stream(generate(weights, prompts, workload.NEW_TOKENS), batch)
         workload.say_last(**facts)
     elif job == "requests":
@@ -189,7 +190,7 @@ def main(job: str, path: str, *options: str) -> None:
         }
         workload.say_last(**workload.requests(ways[options]))
     else:
-        workload.say_last(**workload.prefill(partial(first_token, weights)))
+        workload.say_last(**workload.prefill(partial(first_token, weights), length))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level binding: how a Python user gets the most of it.
 
-    peers/llama_cpp_child.py generate MODEL.gguf [BATCH [TOKENS]]    32 tokens in, 64 out
-    peers/llama_cpp_child.py prefill  MODEL.gguf                     512 tokens in, again and again
+    peers/llama_cpp_child.py generate MODEL.gguf [BATCH TOKENS]    32 tokens in, 64 out
+    peers/llama_cpp_child.py prefill  MODEL.gguf BATCH TOKENS      prompts, one after the other
 
 In an environment with ik-llama-cpp-python it is that fork, whose functions have the same names.
 
@@ -54,7 +54,7 @@ class Decoder:
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         sizes = llama.llama_context_default_params()
         sizes.n_ctx = batch * -(-positions // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
-        sizes.n_batch = sizes.n_ubatch = max(512, batch * workload.PROMPT_TOKENS)
+        sizes.n_batch = sizes.n_ubatch = max(workload.CHUNK_TOKENS, batch * workload.PROMPT_TOKENS)
         sizes.n_seq_max = batch
         sizes.n_threads = sizes.n_threads_batch = THREADS
         sizes.type_k = sizes.type_v = FLOAT32_CACHE if "f32" in path else FLOAT16_CACHE
@@ -107,21 +107,21 @@ def generate(path: str, batch: int, length: int) -> Iterator[int]:
         yield tokens[0]
 
 
-def prefill(path: str) -> dict[str, object]:
+def prefill(path: str, length: int) -> dict[str, object]:
     """Measure prompts."""
-    decoder = Decoder(path, 1, 2 * workload.PREFILL_TOKENS)
+    decoder = Decoder(path, 1, length)
 
     def first_token(prompt: list[int]) -> int:
         decoder.clear()
         return decoder.run([prompt], 0)[0]
 
-    return workload.prefill(first_token)
+    return workload.prefill(first_token, length)
 
 
 if __name__ == "__main__":
     job, path, *size = sys.argv[1:]
-    batch, length = map(int, (*size, *("1", str(workload.PROMPT_TOKENS))[len(size) :]))
+    batch, length = map(int, size or (1, workload.PROMPT_TOKENS))
     if job == "generate":
         workload.say_last(**workload.stream(generate(path, batch, length), batch))
     else:
-        workload.say_last(**prefill(path))
+        workload.say_last(**prefill(path, length))

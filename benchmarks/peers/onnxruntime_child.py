@@ -1,8 +1,8 @@
 """ONNX Runtime on graphs that optimum exports; IO binding keeps the cache on its side.
 
-peers/onnxruntime_child.py generate DIRECTORY [BATCH]     32 tokens in, 64 out
-peers/onnxruntime_child.py prefill  DIRECTORY             512 tokens in, again and again
-peers/onnxruntime_child.py encode   DIRECTORY             embeddings of all shapes
+peers/onnxruntime_child.py generate DIRECTORY BATCH TOKENS     64 tokens out
+peers/onnxruntime_child.py prefill  DIRECTORY BATCH TOKENS     prompts, one after the other
+peers/onnxruntime_child.py encode   DIRECTORY                  embeddings of all shapes
 """
 
 from __future__ import annotations
@@ -73,10 +73,9 @@ class Decoder:
         return [int(row) for row in logits.numpy()[:, -1].argmax(-1)], updated
 
 
-def generate(path: str, batch: int) -> Iterator[int]:
+def generate(path: str, batch: int, start: int) -> Iterator[int]:
     """Yield greedy tokens of the first row."""
     decoder = Decoder(path, batch)
-    start = workload.PROMPT_TOKENS
     tokens, cache = decoder.run(workload.prompts(start, batch), 0, decoder.empty)
     yield tokens[0]
     for step in range(workload.NEW_TOKENS - 1):
@@ -84,10 +83,10 @@ def generate(path: str, batch: int) -> Iterator[int]:
         yield tokens[0]
 
 
-def prefill(path: str) -> dict[str, object]:
+def prefill(path: str, length: int) -> dict[str, object]:
     """Measure prompts."""
     decoder = Decoder(path, 1)
-    return workload.prefill(lambda prompt: decoder.run([prompt], 0, decoder.empty)[0][0])
+    return workload.prefill(lambda prompt: decoder.run([prompt], 0, decoder.empty)[0][0], length)
 
 
 def encode(path: str) -> None:
@@ -111,10 +110,11 @@ def encode(path: str) -> None:
 
 if __name__ == "__main__":
     job, path, *size = sys.argv[1:]
-    batch = int(size[0]) if size else 1
-    if job == "generate":
-        workload.say_last(**workload.stream(generate(path, batch), batch))
-    elif job == "prefill":
-        workload.say_last(**prefill(path))
-    else:
+    if job == "encode":
         encode(path)
+    else:
+        batch, length = map(int, size)
+        if job == "generate":
+            workload.say_last(**workload.stream(generate(path, batch, length), batch))
+        else:
+            workload.say_last(**prefill(path, length))

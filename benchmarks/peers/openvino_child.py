@@ -1,8 +1,8 @@
 """OpenVINO: decoders by its GenAI pipeline, encoders by its runtime; compiled models cached on disk.
 
-    peers/openvino_child.py generate DIRECTORY PRECISION     32 tokens in, 64 out
-    peers/openvino_child.py prefill  DIRECTORY PRECISION     512 tokens in, again and again
-    peers/openvino_child.py encode   DIRECTORY PRECISION     embeddings of all shapes
+    peers/openvino_child.py generate DIRECTORY PRECISION 1 TOKENS     64 tokens out
+    peers/openvino_child.py prefill  DIRECTORY PRECISION 1 TOKENS     prompts, one after the other
+    peers/openvino_child.py encode   DIRECTORY PRECISION              embeddings of all shapes
 
 DIRECTORY is an export of optimum-intel; PRECISION is that of the arithmetic: f32 or bf16.
 """
@@ -45,7 +45,7 @@ def pipeline(path: str, precision: str, new_tokens: int) -> tuple[Any, Any]:
     return openvino_genai.LLMPipeline(path, "CPU", **told), config
 
 
-def generate(path: str, precision: str) -> dict[str, object]:
+def generate(path: str, precision: str, length: int) -> dict[str, object]:
     """Yield greedy tokens as they are streamed."""
     import openvino_genai
 
@@ -62,7 +62,7 @@ def generate(path: str, precision: str) -> dict[str, object]:
             pass
 
     decoder, config = pipeline(path, precision, workload.NEW_TOKENS)
-    prompt = openvino.Tensor(np.array([workload.prompt_ids(workload.PROMPT_TOKENS)], np.int64))
+    prompt = openvino.Tensor(np.array([workload.prompt_ids(length)], np.int64))
     result = decoder.generate(prompt, config, Times())
     return {
         "tokens": [int(token) for token in result.tokens[0]],
@@ -71,7 +71,7 @@ def generate(path: str, precision: str) -> dict[str, object]:
     }
 
 
-def prefill(path: str, precision: str) -> dict[str, object]:
+def prefill(path: str, precision: str, length: int) -> dict[str, object]:
     """Measure prompts."""
     decoder, config = pipeline(path, precision, 1)
 
@@ -79,7 +79,7 @@ def prefill(path: str, precision: str) -> dict[str, object]:
         given = openvino.Tensor(np.array([prompt], np.int64))
         return int(decoder.generate(given, config).tokens[0][0])
 
-    return workload.prefill(first_token)
+    return workload.prefill(first_token, length)
 
 
 def encode(path: str, precision: str) -> None:
@@ -103,10 +103,9 @@ def encode(path: str, precision: str) -> None:
 
 
 if __name__ == "__main__":
-    job, path, precision = sys.argv[1:]
-    if job == "generate":
-        workload.say_last(**generate(path, precision))
-    elif job == "prefill":
-        workload.say_last(**prefill(path, precision))
-    else:
+    job, path, precision, *size = sys.argv[1:]
+    if job == "encode":
         encode(path, precision)
+    else:
+        run = generate if job == "generate" else prefill
+        workload.say_last(**run(path, precision, int(size[1])))

@@ -1,7 +1,7 @@
 """The work of a row, from a bundle.
 
-    peers/prejit_child.py generate BUNDLE [BATCH [VOCABULARY [TOKENS]]]   32 tokens in, 64 out
-    peers/prejit_child.py prefill  BUNDLE [TOKENS [VOCABULARY]]           512 tokens in, repeatedly
+    peers/prejit_child.py generate BUNDLE [BATCH [TOKENS [VOCABULARY]]]   32 tokens in, 64 out
+    peers/prejit_child.py prefill  BUNDLE BATCH TOKENS [VOCABULARY]       prompts, one after the other
     peers/prejit_child.py requests BUNDLE                                 4 tokens in, 15 out, repeatedly
 
 A bundle that does not match this machine is an error: nothing may be compiled. Only what is public is used,
@@ -39,24 +39,19 @@ if __name__ == "__main__":
     from benchmarks.harness import workload  # loading comes first, as in a server
 
     print("LOADED", flush=True)
-    size, vocabulary, length = map(int, (*more, *("0", "0", "0")[len(more) :]))
-    vocabulary = vocabulary or workload.VOCABULARY
+    usual = (1, workload.PROMPT_TOKENS, workload.VOCABULARY)
+    size, length, vocabulary = (*map(int, more), *usual[len(more) :])
     if job == "prefill":
-        facts = workload.prefill(
-            lambda prompt: next(tokens(bundle, prompt, 1)),
-            size or workload.PREFILL_TOKENS,
-            vocabulary,
-        )
+        facts = workload.prefill(lambda prompt: next(tokens(bundle, prompt, 1)), length, vocabulary)
     elif job == "requests":
         short = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS)
         facts = workload.requests(lambda: tokens(bundle, short, workload.SHORT_NEW_TOKENS))
     else:
         rows = [
-            [token % vocabulary for token in prompt]
-            for prompt in workload.prompts(length or workload.PROMPT_TOKENS, size or 1)
+            [token % vocabulary for token in prompt] for prompt in workload.prompts(length, size)
         ]
         count = workload.NEW_TOKENS
         stream = batch_tokens(bundle, rows, count) if size > 1 else tokens(bundle, rows[0], count)
-        facts = workload.stream(stream, size or 1)
+        facts = workload.stream(stream, size)
     sources = {r.program: r.source for r in bundle.report() if r.source != "unused"}
     workload.say_last(**facts, load_seconds=bundle.load_seconds, programs=sources)

@@ -80,9 +80,10 @@ def rows(
     bundle: Path, prefill_bundle: Path, prefill_tokens: int, sides: dict[str, dict[str, str]]
 ) -> list[Row]:
     """Return the processes that take turns for one model."""
-    jobs = [("peers/prejit_child.py", "generate", str(bundle), "1", VOCABULARY)]
+    tokens = str(workload.PROMPT_TOKENS)
+    jobs = [("peers/prejit_child.py", "generate", str(bundle), "1", tokens, VOCABULARY)]
     if prefill_tokens:
-        more = (str(prefill_bundle), str(prefill_tokens), VOCABULARY)
+        more = (str(prefill_bundle), "1", str(prefill_tokens), VOCABULARY)
         jobs.append(("peers/prejit_child.py", "prefill", *more))
     return [Row(f"{side} {job[1]}", job, sides[side]) for job in jobs for side in sides]
 
@@ -126,7 +127,7 @@ def table(title: str, samples: dict[str, list[Sample]]) -> Table:
 def models(bench: Bench, dtypes: Sequence[str]) -> list[tuple[str, Path, Path, int]]:
     """Build what is measured; return titles, bundles for both jobs, and the length of prompts."""
     found = []
-    length = workload.PREFILL_TOKENS
+    length = workload.CHUNK_TOKENS
     sizes: workload.Sizes = {"batch": (1,), "prompt": (length,), "context": (2 * length,)}
     for dtype in dtypes:
         main = bench.built(f"gpt2-{dtype}", "gpt2", dtype, workload.FEW)

@@ -20,7 +20,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-_POSITIONS = {"gpt2": "n_positions", "llama": "max_position_embeddings"}
+_POSITIONS = {
+    "gpt2": "n_positions",
+    **dict.fromkeys(("llama", "qwen3"), "max_position_embeddings"),
+}
 """Decoders, which have no tokenizer of their own, and the names of their longest contexts."""
 
 
