@@ -4,6 +4,8 @@
     python -m benchmarks.sections                 every peer and section, hours at first: `make bench-full`
     python -m benchmarks.sections --only prefill  one section
     python -m benchmarks.sections --row int8,JAX  rows with one of these in their names
+    python -m benchmarks.sections --only prefill --model llama-3b --tokens 2048
+                                                  one model, prompts of one length
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results,

@@ -79,7 +79,7 @@ BATCHES = (4, 8)
 """Numbers of rows that run together."""
 CHUNK_TOKENS = 512
 """prejit computes longer prompts in chunks of so many tokens, as llama.cpp does."""
-PREFILL_RUNS, PREFILL_SECONDS = (2, 7), 15.0
+PREFILL_RUNS, PREFILL_SECONDS = (1, 7), 15.0
 """A warm process computes so many prompts at least and at most, and no further one after so long."""
 SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
 """Tokens of a short request, those of a published guide to KV caches in JAX."""

@@ -277,7 +277,7 @@ ENTRANTS = (
             f"ik_llama.cpp {kind}",
             dtype,
             partial(llama_cpp, kind=kind, environment="ik_llama.cpp"),
-            _LLAMA | _QWEN,  # it refuses GPT-2's shared output weights
+            _texts("llama-1b") | _QWEN,  # it refuses GPT-2's shared output weights
             environment="ik_llama.cpp",
             packages=("ik-llama-cpp-python",),
             one_row="it aborts in batches",
