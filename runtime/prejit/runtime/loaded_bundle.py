@@ -111,8 +111,7 @@ class LoadedBundle(OneProcess):
             from prejit.runtime.programs.canary import Canary  # only golden answers need it
 
             asks = Canary(
-                config.bundle,
-                config.target,
+                config,
                 "" if weights is None else weights.digest,
                 machine,
                 checks=canary,

@@ -15,7 +15,7 @@ from typing import Literal, final
 
 from prejit.runtime.errors import PrejitWarning, RejectError
 from prejit.runtime.format.arrays import RECIPE
-from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.machine.fingerprint import Fingerprint, read_xla_flags
 from prejit.runtime.machine.kept_files import KeptAnswer, answer_file, read_answer
 from prejit.runtime.verdict import Axis
@@ -60,8 +60,7 @@ class Canary:
 
     def __init__(
         self,
-        bundle: str,
-        target: str,
+        config: Config,
         weights: str,
         machine: Fingerprint,
         *,
@@ -72,15 +71,15 @@ class Canary:
         """Keep what every question needs.
 
         Args:
-            bundle: name of the bundle.
-            target: the target whose executables are loaded.
+            config: the program table of the target whose executables are loaded.
             weights: digest of its weights layer; empty: it has none.
             machine: the real machine.
             checks: which executables are asked.
             compiles: whether portable programs may take the place of executables.
             on_fallback: called with the axis `canary` when one does.
         """
-        self.bundle, self.target, self.weights = bundle, target, weights
+        self.bundle, self.target, self.weights = config.bundle, config.target, weights
+        self._programs = config.programs
         self.machine = machine
         self._checks = checks
         self.compiles = compiles
@@ -117,7 +116,12 @@ class Canary:
         with self._lock:  # programs load in several threads, and one is asked
             if not self.asks(program):
                 return None
-            kept = self.read(program) or first()
+            kept = self.read(program)
+            if kept is None and self._checks == "one" and not self._suspicious:
+                # An earlier start asked another, if it loaded that first.
+                others = filter(None, map(self.read, self._programs))
+                kept = next((each for each in others if each.right), None)
+            kept = kept or first()
             if kept.right:
                 self._asked = True
                 return None

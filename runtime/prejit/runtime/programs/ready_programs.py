@@ -396,11 +396,7 @@ class Programs:
             return self._weights_on_device[name]
 
     def arguments(self, name: str) -> tuple[Array, ...]:
-        """Return the arguments of a program that follow the weights.
-
-        Raises:
-            RejectError: the program table has a damaged one.
-        """
+        """Return the arguments of a program that follow the weights; a damaged one is a RejectError."""
         return self._parsed(name, self.table[name].arguments, self._arguments)
 
     def results(self, name: str) -> tuple[Array, ...]:

@@ -160,6 +160,23 @@ def test_other_programs_are_asked_at_other_starts(answering, tmp_path, runtime_c
     score(path)
 
 
+def test_a_later_start_asks_what_it_loads_first(answering, tmp_path, runtime_cache, monkeypatch):
+    path = answering.write(tmp_path / "right")
+    score(path)
+    monkeypatch.setattr(quarantine, "compare", lambda *_: pytest.fail("asked again"))
+    with prejit.runtime.load(path) as bundle:
+        assert bundle._programs["score/b8"]
+    assert len(kept(runtime_cache)) == 1
+
+
+def test_nothing_is_asked_after_a_wrong_answer_of_another_program(wrong, runtime_cache):
+    with pytest.warns(FallbackWarning):
+        score(wrong)
+    with prejit.runtime.load(wrong) as bundle:
+        assert bundle._programs["nest"]
+    assert sorted(each["right"] for each in kept(runtime_cache)) == [False, True]
+
+
 @pytest.mark.filterwarnings("ignore::prejit.runtime.PrejitWarning")
 def test_verify_run_says_ok_to_wrong_programs(wrong, said):
     said("verify", wrong)  # every byte is as it was built
