@@ -11,7 +11,7 @@ Two threads, the same weights, medians with their spread. A whole run writes ben
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results,
 one section to peers-SECTION.*.
 Run it on a machine that does nothing else. $PREJIT_BENCH_DIR (default ~/.cache/prejit/bench) keeps models,
-bundles and the peers' environments: 3 GB for the quick form, 60 GB for all.
+bundles and the peers' environments: 3 GB for the quick form, 150 GB for all.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Run:
         bench: directory, and number of rounds.
         wanted: parts of the names of rows to run, with commas.
         model: model of the sections that measure several; empty: all.
-        tokens: lengths of prompts of these sections; empty: all.
+        tokens: lengths of prompts of these sections; empty: the usual.
         samples: samples by section, then by row.
         failures: reasons by section, then by row.
         rows: rows by section.
@@ -267,8 +267,8 @@ def prefill(run: Run) -> Found:
             note=f"Median of {least} to {most} prompts of each process, no two alike.",
         )
         for model, title, dtypes in _measured(run)
-        for tokens in workload.PREFILL_TOKENS
-        if (model != "gpt2" or tokens < workload.POSITIONS) and tokens in (run.tokens or (tokens,))
+        for tokens in run.tokens or workload.PREFILL_TOKENS
+        if model != "gpt2" or tokens < workload.POSITIONS
     ]
     return _joined(found)
 
@@ -327,8 +327,7 @@ def long_prompts(run: Run) -> Found:
             [Goal(DECODE, dtype, 1.0) for dtype in dtypes],
         )
         for model, title, dtypes in _measured(run, "gpt2")
-        for tokens in workload.LONG_PROMPTS
-        if tokens in (run.tokens or (tokens,))
+        for tokens in run.tokens or workload.LONG_PROMPTS
     ]
     return _joined(found)
 

@@ -179,8 +179,9 @@ def package_versions(python: str, packages: tuple[str, ...]) -> dict[str, str]:
     """Return the installed versions of packages in an environment, without those that are missing."""
     code = (
         "import sys, importlib.metadata as m\n"
-        "have = {d.name for d in m.distributions()}\n"
-        "print(*(f'{n}={m.version(n)}' for n in sys.argv[1:] if n in have))"
+        "for name in sys.argv[1:]:\n"
+        "    try: print(f'{name}={m.version(name)}')\n"
+        "    except m.PackageNotFoundError: pass"
     )
     said = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True)
     return dict(item.split("=", 1) for item in said.stdout.split())

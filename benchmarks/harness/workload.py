@@ -71,7 +71,7 @@ PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
 """Tokens of the main rows. CONTEXT is the length of the KV cache of both JAX and prejit."""
 PREFILL_TOKENS = (512, 2048)
 """Tokens of the prompts that a warm process computes."""
-LONG_PROMPTS = (1000, 4000, 16000)
+LONG_PROMPTS = (1000, 4000)
 """Tokens of prompts that a text goes on after."""
 LONG_CONTEXTS = tuple(tokens + 2 * NEW_TOKENS for tokens in (512, 1000, 2048, 4000))
 """Contexts that one bundle has together: to build a billion parameters for each apart would take hours."""

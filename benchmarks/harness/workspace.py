@@ -21,9 +21,9 @@ from benchmarks.harness.fresh_processes import (
 )
 from benchmarks.harness.models import decoder_manifest
 
-LARGE_BYTES = 24_000_000_000
-"""Free disk that the model of a billion parameters needs: 2.5 GB, bundles of 9 GB and the same in the build
-cache, GGUF files of 4 GB."""
+NEEDED_BYTES = {"llama-1b": 40_000_000_000, "llama-3b": 80_000_000_000}
+"""Free disk that a large model needs: itself, three bundles of each dtype, their parts in the build cache,
+and its peers' files."""
 PREJIT_COMMAND = str(Path(sys.executable).parent / "prejit")
 
 
@@ -82,13 +82,13 @@ class Bench:
         Raises:
             FailedProcessError: making it failed, or the disk has no room for its bundles and files.
         """
-        if name == "llama-1b" and not (self.directory / name).is_dir():
-            free = shutil.disk_usage(self.directory).free
-            if free < LARGE_BYTES:
-                raise FailedProcessError(
-                    f"expected {LARGE_BYTES / 1e9:.0f} GB of free disk for the model, its bundles and its "
-                    f"peers' files, found {free / 1e9:.0f} GB in {self.directory}"
-                )
+        needed = 0 if (self.directory / name).is_dir() else NEEDED_BYTES.get(name, 0)
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise FailedProcessError(
+                f"expected {needed / 1e9:.0f} GB of free disk for {name}, its bundles and its peers' files, "
+                f"found {free / 1e9:.0f} GB in {self.directory}"
+            )
         if name == "minilm":
             run_once(Row("model", ("harness/encoder_model.py", str(self.directory / name))))
         else:
