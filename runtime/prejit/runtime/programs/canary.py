@@ -71,7 +71,7 @@ class Canary:
         """Keep what every question needs.
 
         Args:
-            config: the program table of the target whose executables are loaded.
+            config: of the target whose executables are loaded.
             weights: digest of its weights layer; empty: it has none.
             machine: the real machine.
             checks: which executables are asked.
@@ -79,7 +79,6 @@ class Canary:
             on_fallback: called with the axis `canary` when one does.
         """
         self.bundle, self.target, self.weights = config.bundle, config.target, weights
-        self._programs = config.programs
         self.machine = machine
         self._checks = checks
         self.compiles = compiles
@@ -105,10 +104,12 @@ class Canary:
             return False
         return self._checks == "all" or self._suspicious or not self._asked
 
-    def ask(self, program: ProgramEntry, first: Callable[[], KeptAnswer]) -> str | None:
+    def ask(
+        self, program: ProgramEntry, first: Callable[[], KeptAnswer], *earlier: ProgramEntry
+    ) -> str | None:
         """Compare an executable with its golden answer, unless that is not needed.
 
-        `first` runs it and keeps what it answers.
+        `first` runs it and keeps what it answers. If a program of `earlier` was right, none need be asked.
 
         Returns:
             What it returned in place of the golden answer; None: it was right, or was not asked.
@@ -118,9 +119,8 @@ class Canary:
                 return None
             kept = self.read(program)
             if kept is None and self._checks == "one" and not self._suspicious:
-                # An earlier start asked another, if it loaded that first.
-                others = filter(None, map(self.read, self._programs))
-                kept = next((each for each in others if each.right), None)
+                known = filter(None, map(self.read, earlier))
+                kept = next((each for each in known if each.right), None)
             kept = kept or first()
             if kept.right:
                 self._asked = True

@@ -233,7 +233,7 @@ class Programs:
 
             return first_answer(canary, self, program, executable)
 
-        return canary.ask(program, first)
+        return canary.ask(program, first, *filter(None, map(self.table.get, self._expected)))
 
     def load(self, program: ProgramEntry, device: Device) -> Executable:
         """Load a program's executable, whether or not it is in quarantine.
@@ -318,9 +318,9 @@ class Programs:
         `names`: what an earlier process prepared for its first request, where this bundle has them;
         `remember`: is called in a thread with what the first request prepares, if it differs.
         """
+        self._expected, self._remember = tuple(names), remember
         # Only the first one: more would compete with the imports that the first token needs.
         self._enqueue([(False, 0, name) for name in names[:1] if name in self.table])
-        self._expected, self._remember = tuple(names), remember
 
     def prepare(self, *names: str) -> None:
         """Begin to make programs ready in a thread, in this order. Errors are raised when one is used."""

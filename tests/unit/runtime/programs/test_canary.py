@@ -165,6 +165,7 @@ def test_a_later_start_asks_what_it_loads_first(answering, tmp_path, runtime_cac
     score(path)
     monkeypatch.setattr(quarantine, "compare", lambda *_: pytest.fail("asked again"))
     with prejit.runtime.load(path) as bundle:
+        bundle._programs.expect(("score/b8", "score/b2"), pytest.fail)
         assert bundle._programs["score/b8"]
     assert len(kept(runtime_cache)) == 1
 
@@ -173,6 +174,7 @@ def test_nothing_is_asked_after_a_wrong_answer_of_another_program(wrong, runtime
     with pytest.warns(FallbackWarning):
         score(wrong)
     with prejit.runtime.load(wrong) as bundle:
+        bundle._programs.expect(("nest", "score/b2"), pytest.fail)
         assert bundle._programs["nest"]
     assert sorted(each["right"] for each in kept(runtime_cache)) == [False, True]
 
