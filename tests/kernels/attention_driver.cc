@@ -101,10 +101,24 @@ bool decoder(Random& random) {
     length.data[b] = static_cast<int32_t>(random.below(tokens + 1));
   }
   const double tolerance = sizeof(E) == sizeof(Bf16) ? 4e-3 : 1e-5;  // With a cache of bfloat16 weights are rounded, too.
-  const bool good = attend_decoder(DecoderCall<E>{batch, tokens, tokens, heads, kv_heads, size, slots, query.data,
-                                                  new_keys.data, new_values.data, start.data, length.data,
-                                                  start.data, keys.data, values.data, out.data, 0.25f, 0, window});
-  if (!good) return false;
+  DecoderCall<E> call{batch,           tokens,          tokens,     heads,       kv_heads,   size,
+                      slots,           query.data,      new_keys.data, new_values.data, start.data, length.data,
+                      start.data,      keys.data,       values.data,   out.data,        0.25f,      0,
+                      window};
+  // Heads that are normed already keep their values, and so do those that turn by no angle: what is expected stays.
+  Array<float> cos(batch * tokens * random.below(size / 2 + 1)), sin(cos.size), ones(size);
+  for (int64_t i = 0; i < cos.size; ++i) cos.data[i] = 1, sin.data[i] = 0;
+  for (int64_t i = 0; i < size; ++i) ones.data[i] = 1;
+  if (random.below(2)) call.turns = {cos.data, sin.data, cos.size / (batch * tokens), random.below(2) == 1};
+  if (random.below(2)) {
+    prejit::Norm& norm = call.query_norm;
+    norm.width = size, norm.weight = ones.data, norm.epsilon = 1e-12f;
+    call.key_norm = norm;
+    for (Array<float>* heads : {&query, &new_keys}) {
+      for (int64_t at = 0; at < heads->size; at += size) norm_row(norm, heads->data + at, heads->data + at);
+    }
+  }
+  if (!attend_decoder(call)) return false;
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t n = 0; n < heads; ++n) {

@@ -20,6 +20,8 @@ from .kernel_frames import KernelError
 DRIVER = TESTS / "attention_driver.cc"
 TOLERANCE = 3e-6
 """Of means of values between -3 and 3, where scores are exact: what errs is softmax and sums."""
+EPSILON = 0.5
+"""Large enough that a norm without it would be seen."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Case:
     softcap: float = 0.0
     window: int = 0
     packed: bool = False
+    change: Any = ()
+    interleaved: bool = False
+    offset: float = 0.0
 
     @property
     def arrays(self):
@@ -56,6 +61,7 @@ class Case:
             **{"scale": self.scale, "softcap": self.softcap, "window": self.window},
             "key_head": heads if self.is_packed else 0,
             "value_head": heads + kv_heads if self.is_packed else 0,
+            **{"interleaved": int(self.interleaved), "epsilon": EPSILON, "offset": self.offset},
         }
 
 
@@ -67,7 +73,8 @@ def run(case, library):
         arrays[:3] = whole, whole, whole
     out = np.full(case.query.shape, np.nan, np.float32)
     keys, values = arrays[6].copy(), arrays[7].copy()
-    results, given = (out, keys, values), [*arrays[:6], keys, values]
+    change = map(np.ascontiguousarray, case.change)
+    results, given = (out, keys, values), [*arrays[:6], keys, values, *change]
     kernel_frames.call(library, "attention", given, results, **case.attributes)
     return results
 
@@ -197,6 +204,60 @@ def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels, case):
     np.testing.assert_array_equal(values, expected_values)
 
 
+def drawn_change(rng, batch, tokens, size, *, pairs, has_norms):
+    """Cosines and sines of a turn, longer than 1 as YaRN's are, and scales of norms."""
+    angles = rng.uniform(-9, 9, (batch, tokens, 1, pairs))
+    turns = [(1.25 * part(angles)).astype(np.float32) for part in (np.cos, np.sin)]
+    return turns + [rng.uniform(0.5, 2, size).astype(np.float32) for _ in range(2 * has_norms)]
+
+
+def changed(case, heads, scales, first):
+    """Heads [B, T, N, H] after their norm and turn, by the definition; `first` is the token of the first."""
+    heads = heads.astype(np.float64)
+    if scales:
+        mean = np.square(heads).mean(-1, keepdims=True)
+        heads = heads / np.sqrt(mean + EPSILON) * (scales[0] + case.offset)
+    tokens = np.arange(heads.shape[1]) + np.reshape(first, (-1, 1))
+    cos, sin = (
+        part[np.arange(len(heads))[:, None], tokens].astype(np.float64) for part in case.change[:2]
+    )
+    pairs = cos.shape[-1]
+    places = np.arange(2 * pairs).reshape(*((-1, 2) if case.interleaved else (2, -1)))
+    x, y = places.T if case.interleaved else places
+    out = heads.copy()
+    out[..., x] = heads[..., x] * cos - heads[..., y] * sin
+    out[..., y] = heads[..., y] * cos + heads[..., x] * sin
+    return out.astype(np.float32)
+
+
+@settings(max_examples=examples(12, 60), deadline=None)
+@given(cases, st.integers(0, 64), st.booleans(), st.booleans(), st.sampled_from([0.0, 1.0]))
+def test_heads_meet_after_their_norm_and_turn(kernels, case, pairs, has_norms, interleaved, offset):
+    size, (batch, tokens) = case.query.shape[-1], case.new_keys.shape[:2]
+    rng = np.random.default_rng(pairs)
+    arrays = drawn_change(
+        rng, batch, tokens, size, pairs=min(pairs, size // 2), has_norms=has_norms
+    )
+    given_ = replace(case, change=arrays, interleaved=interleaved, offset=offset, softcap=0.0)
+    first = case.query_start - case.start
+    ready = replace(
+        case,
+        query=changed(
+            given_, case.query, arrays[2:3], first if case.query.shape[1] < tokens else 0 * first
+        ),
+        new_keys=changed(given_, case.new_keys, arrays[3:4], 0 * first),
+        softcap=0.0,
+    )
+    found, expected = run(given_, kernels), run(ready, kernels)
+    # A last bit of a head may round to another number of the cache.
+    step = {np.dtype(np.float32): 2e-5}.get(case.keys.dtype, 2e-2)
+    with np.errstate(invalid="ignore"):  # of what stands behind the last token
+        keys, wanted = (widened(each[1], size) for each in (found, expected))
+    np.testing.assert_allclose(keys, wanted, rtol=step, atol=step * 10)
+    np.testing.assert_array_equal(found[2], expected[2])
+    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=step * 40)
+
+
 def test_a_cache_is_copied_without_an_alias_and_rounded_to_even(kernels):
     case = drawn(2, batch=2, kv_heads=2, size=16, slots=64, tokens=3)
     _, _, *expected = reference(case)
@@ -231,18 +292,22 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels, tokens):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
-@pytest.mark.parametrize("window", [0, 70])
-def test_a_token_gets_the_same_bits_alone_and_in_a_prompt(kernels, dtype, window):
+@pytest.mark.parametrize(("window", "interleaved"), [(0, None), (70, None), (0, True), (70, False)])
+def test_a_token_gets_the_same_bits_alone_and_in_a_prompt(kernels, dtype, window, interleaved):
     size, tokens = {"kv_heads": 2, "group": 2, "size": 40, "slots": 400}, 300
     at = {"start": np.zeros(1, np.int32), "length": np.full(1, tokens)}
     case = drawn(8, **size, tokens=tokens, dtype=dtype, window=window, **at)
+    if interleaved is not None:
+        change = drawn_change(np.random.default_rng(1), 1, tokens, 40, pairs=18, has_norms=True)
+        case = replace(case, change=change, interleaved=interleaved)
     prompt, keys, values = run(case, kernels)
     for token in (0, 1, 63, 64, 65, 200, 299):
         one = {
             name: getattr(case, name)[:, token : token + 1]
             for name in ("query", "new_keys", "new_values")
         }
-        place = {"start": np.int32([token]), "query_start": np.int32([token])}
+        place: Any = {"start": np.int32([token]), "query_start": np.int32([token])}
+        place["change"] = [*(x[:, token : token + 1] for x in case.change[:2]), *case.change[2:]]
         alone = replace(case, **one, **place, length=np.int32([1]), keys=keys, values=values)
         np.testing.assert_array_equal(run(alone, kernels)[0][0, 0], prompt[0, token])
 
@@ -286,6 +351,7 @@ def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels):
     assert out.shape == case.query.shape
     case = drawn(8, batch=2, kv_heads=2, size=8, slots=16, tokens=1)
     shapes, zeros = "prejit_attention: expected out", np.zeros(case.keys.shape, np.float16)
+    angles = np.zeros((2, 1, 1, 4), np.float32)
     for wrong, message in (
         ({"new_keys": case.new_keys[:, :, :, :4]}, shapes),
         ({"new_values": case.new_values[:, :, :1]}, shapes),
@@ -295,6 +361,12 @@ def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels):
         ({"keys": case.keys.astype(ml_dtypes.bfloat16)}, "one dtype"),
         ({"keys": zeros.astype(np.int8), "values": zeros.astype(np.int8)}, shapes),
         ({"keys": zeros, "values": zeros}, "float32, bfloat16 or int8"),
+        ({"change": [angles]}, "expected cos and sin, or these and two norms"),
+        ({"change": [angles, angles[:, :, :, :2]]}, "float32 .B, T, 1, P., P at most H / 2"),
+        ({"change": [angles[:1]] * 2}, "float32 .B, T, 1, P., P at most H / 2"),
+        ({"change": [np.zeros((2, 1, 1, 5), np.float32)] * 2}, "P at most H / 2"),
+        ({"change": [angles[..., 0]] * 2}, "float32 .B, T, 1, P., P at most H / 2"),
+        ({"change": [angles, angles, angles[0, 0, 0], np.ones(8, np.float32)]}, "float32 .H."),
     ):
         with pytest.raises(KernelError, match=message):
             run(replace(case, **wrong), kernels)
@@ -347,7 +419,13 @@ def test_an_encoder_is_what_numpy_makes_of_it_and_packed_sentences_are_as_alone(
 @pytest.mark.thorough
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(sanitizers, build_cache):
-    names = ("attention.cc", "encoder_attention.cc", "linear_multiplier.cc", "threads.cc")
+    names = (
+        "attention.cc",
+        "encoder_attention.cc",
+        "linear_multiplier.cc",
+        "norm.cc",
+        "threads.cc",
+    )
     sources = [kernel_builds.SOURCES / name for name in names]
     driver = kernel_builds.sanitized(DRIVER, sources, sanitizers, build_cache)
     kernel_builds.assert_runs_clean(driver)

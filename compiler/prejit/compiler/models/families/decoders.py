@@ -28,7 +28,13 @@ from prejit.compiler.models.families.decoder_family import (
 )
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import kernel_calls, rope
-from prejit.compiler.models.layers.attention import KVCache, LayerCache, NewTokens, empty_layer
+from prejit.compiler.models.layers.attention import (
+    HeadChange,
+    KVCache,
+    LayerCache,
+    NewTokens,
+    empty_layer,
+)
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     XIELU,
@@ -156,7 +162,9 @@ class DecoderStack(nnx.Module):
         own = decoder_parts.layer_vectors(self, tokens, x) if self.layer_embeddings else None
         ways = dict.fromkeys(block.heads.rotary for block in blocks if block.heads.rotary)
         turns = {rotary: rope.turns(rotary, new.positions) for rotary in ways}
-        layers, kept = [*cache], dict[int, KeysValues]()
+        layers = [*cache]
+        reads_others = any(block.key_source is not None for block in blocks)
+        kept: dict[int, KeysValues] | None = {} if reads_others else None
         for number, block in enumerate(blocks):
             last, at = number >= self.last_of_all_tokens, number
             if block.key_source is not None:
@@ -285,14 +293,14 @@ class Block(nnx.Module):
         turns: Turns,
         new: NewTokens,
         layer: LayerCache,
-        kept: dict[int, KeysValues],
+        kept: dict[int, KeysValues] | None,
         *,
         last: bool,
     ) -> tuple[jax.Array, LayerCache]:
         """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache.
 
         `layer` is the cache of the layer whose keys it reads. `kept` has the new keys and values of earlier
-        layers, by number, and gets those of this one.
+        layers, by number, and gets those of this one; None: no layer reads another's.
         """
         names, factors = self.names, self.factors
         whole = new.wanted(x) if last else x
@@ -391,9 +399,10 @@ class Block(nnx.Module):
         if len(names.qkv) == 1:
             query, keys, values = (split(part, *_HEADS) for part in (query, keys, values))
         keys = keys if self.factors.key == 1 else keys * self.factors.key
-        if self.norms_heads in ("each", "own"):
+        change = self._change(turns, new, kept)
+        if self.norms_heads in ("each", "own") and not (change and change.norms):
             query, keys = self._normed_heads(query, keys)
-        if heads.rotary is not None:
+        if heads.rotary is not None and change is None:
             turned = turns[heads.rotary]
             query, keys = (rope.turn(part, turned) for part in (query, keys))
             query = query if turned.growth is None else query * turned.growth
@@ -407,12 +416,31 @@ class Block(nnx.Module):
             kept[self.number] = keys, values
         if names.sinks:
             options["sinks"] = part_of(self, names.sinks)[...]
+        if change is not None:
+            options["change"] = change
         mixed, layer = new.attend(query, keys, values, layer, heads.scale, **options)
         if gate is None:
             return mixed, layer
         gate = jax.nn.sigmoid(new.wanted(gate) if last else gate)
         of_heads = (*mixed.shape[:2], heads.queries, -1)
         return (mixed.reshape(of_heads) * gate.reshape(of_heads)).reshape(mixed.shape), layer
+
+    def _change(
+        self, turns: Turns, new: object, kept: dict[int, KeysValues] | None
+    ) -> HeadChange | None:
+        """Return what the kernel of attention does with queries and keys itself; None: nothing."""
+        rotary = self.heads.rotary
+        turns_last = not self.norms_turned and self.norms_heads != "turned"
+        if not (
+            kernel_calls.has_kernels() and isinstance(new, NewTokens) and rotary and turns_last
+        ):
+            return None
+        if kept is not None or turns[rotary].growth is not None:  # others read them
+            return None
+        each = self.names.head_norms if self.norms_heads == "each" else ()
+        norms = tuple(part_of(self, name) for name in each)
+        are_plain = all(isinstance(norm, RMSNorm) for norm in norms)
+        return HeadChange(turns[rotary], norms if are_plain else ())
 
     def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
         """Return the norms of queries and keys; themselves if the family has no such norms."""

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import kernel_calls
+from prejit.compiler.models.layers import kernel_calls, rope
+from prejit.compiler.models.layers.linear import RMSNorm
 
 LayerCache = tuple[jax.Array, ...]
 """Keys and values of one layer, each [B, K, S, W]; or what else a layer keeps."""
@@ -69,6 +70,34 @@ def empty_layer(rows: int, heads: int, positions: int, head_size: int, dtype: st
         return jnp.zeros((rows, heads, positions, width), jnp.dtype(dtype))
 
     return zeros(), zeros()
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """What each head of queries and keys goes through before they meet: a norm, then a turn by its position.
+
+    Attributes:
+        turns: how heads turn at the new positions.
+        norms: the norm of a query head and of a key head; empty: they have none.
+    """
+
+    turns: rope.Turns
+    norms: tuple[RMSNorm, ...] = ()
+
+    def __call__(self, query: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the heads of all new tokens changed: float32 [B, T, N, H] and [B, T, K, H]."""
+        if self.norms:
+            query, keys = self.norms[0](query), self.norms[1](keys)
+        return rope.turn(query, self.turns), rope.turn(keys, self.turns)
+
+    def options(self, size: int) -> dict[str, Any]:
+        """Return it as options of `kernel_calls.attention`, for heads of this size."""
+        turns = self.turns
+        options = {"turns": (turns.cos, turns.sin), "is_interleaved": turns.is_interleaved}
+        if not self.norms:
+            return options
+        first, scales = self.norms[0], [norm.scales(size) for norm in self.norms]
+        return {**options, "norms": scales, "epsilon": first.epsilon, "offset": first.offset}
 
 
 @dataclass(frozen=True)
@@ -121,6 +150,7 @@ class NewTokens:
         bias: jax.Array | None = None,
         sinks: jax.Array | None = None,
         chunk: int | None = None,
+        change: HeadChange | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Write the new tokens into the cache and attend to it.
 
@@ -137,22 +167,28 @@ class NewTokens:
             sinks: float32 [N], scores of no position, which the kernel does not have; None for none.
             chunk: length of the parts of a text whose tokens see none of another part, which the kernel
                 cannot do; None: it has no parts.
+            change: what queries and keys still have to go through; None: nothing.
 
         Returns:
             float32 [B, T, N * H], or [B, 1, N * H] in the last layer; the cache.
         """
-        if last:
-            query = self.wanted(query)
-            bias = None if bias is None else self.wanted(bias)
         ends = self.ends
         others: tuple[Any, ...] = (bias, sinks, ends, chunk)
         if kernel_calls.has_kernels() and all(each is None for each in others):
-            return self._call_kernel(query, (keys, values), layer, scale, window=window, cap=cap)
+            query = self.wanted(query) if last else query
+            bounds: dict[str, Any] = {"window": window, "cap": cap}
+            bounds |= {} if change is None else change.options(query.shape[-1])
+            return self._call_kernel(query, (keys, values), layer, scale, **bounds)
+        if change is not None:
+            query, keys = change(query, keys)
+        if last:
+            query = self.wanted(query)
+            bias = None if bias is None else self.wanted(bias)
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
         if last and ends is not None:
             ends = self.wanted(ends)
-        bounds: dict[str, Any] = {"window": window, "cap": cap, "ends": ends, "chunk": chunk}
+        bounds = {"window": window, "cap": cap, "ends": ends, "chunk": chunk}
         mixed = attention(query, layer, positions, scale, bias=bias, sinks=sinks, **bounds)
         return mixed, layer
 

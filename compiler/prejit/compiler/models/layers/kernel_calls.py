@@ -141,6 +141,11 @@ def attention(
     heads: int | None = None,
     key_head: int = 0,
     value_head: int = 0,
+    turns: Sequence[jax.Array] = (),
+    is_interleaved: bool = False,
+    norms: Sequence[jax.Array] = (),
+    epsilon: float = 0.0,
+    offset: float = 0.0,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Write new keys and values into the cache, in place, and attend to it.
 
@@ -157,23 +162,33 @@ def attention(
         heads: N, if query holds other heads behind its own; None if it does not.
         key_head: the first key head in new[0], which may hold others.
         value_head: the first value head in new[1].
+        turns: cosines and sines by which queries and new keys turn, float32 [B, T, 1, P]; empty: they stay.
+        is_interleaved: whether component 2i of a head turns with 2i + 1, rather than i with i + P.
+        norms: scales of the RMS norms of each query head and key head, before they turn, float32 [H]; empty:
+            they have none. Without `turns` it must be empty.
+        epsilon: of these norms.
+        offset: added to their scales.
 
     Returns:
         float32 [B, Q, N, H]; the cache.
     """
     arguments = (query, *new, start, length, query_start, *layer)
+    caches = len(arguments) - 2
     shape = (*query.shape[:2], heads or query.shape[2], query.shape[3])
     results = (jax.ShapeDtypeStruct(shape, jnp.float32), *map(_shape, layer))
     mixed, keys, values = _call(
         "attention",
         results,
-        *arguments,
-        aliases={len(arguments) - 2: 1, len(arguments) - 1: 2},
+        *(*arguments, *turns, *norms),
+        aliases={caches: 1, caches + 1: 2},
         scale=np.float32(scale),
         softcap=np.float32(cap or 0),
         window=np.int32(window or 0),
         key_head=np.int32(key_head),
         value_head=np.int32(value_head),
+        interleaved=np.int32(is_interleaved),
+        epsilon=np.float32(epsilon),
+        offset=np.float32(offset),
     )
     return mixed, (keys, values)
 

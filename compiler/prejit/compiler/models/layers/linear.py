@@ -419,9 +419,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the norm of x [..., width]."""
-        weight = jnp.ones(x.shape[-1]) if self.weight is None else self.weight[...]
+        weight = self.scales(x.shape[-1])
         if kernel_calls.has_kernels():
             return kernel_calls.norm(x, weight, epsilon=self.epsilon, offset=self.offset)
         mean_square = jnp.square(x).mean(-1, keepdims=True)
         scale = weight + self.offset if self.offset else weight
         return x * lax.rsqrt(mean_square + self.epsilon) * scale
+
+    def scales(self, width: int) -> jax.Array:
+        """Return the scale of each component, without the offset: float32 [width]."""
+        return jnp.ones(width) if self.weight is None else self.weight[...]

@@ -10,6 +10,24 @@ namespace {
 
 constexpr int64_t kCheap = 1 << 12;        // multiplications that one thread ends before helpers arrive
 constexpr int64_t kCheapWrite = 1 << 15;   // maximum elements that the calling thread writes alone
+constexpr int kHeadSlot = 1;               // scratch of a head that a norm or a turn changes
+
+PREJIT_INLINE void turn_pair(float cos, float sin, float* x, float* y) {
+  const float first = *x, second = *y;
+  *x = first * cos - second * sin;
+  *y = second * cos + first * sin;
+}
+
+// Turns a head to the place of a token, of B * T.
+void turn(const Turns& turns, int64_t token, float* head) {
+  const int64_t pairs = turns.pairs;
+  const float *cos = turns.cos + token * pairs, *sin = turns.sin + token * pairs;
+  if (turns.interleaved) {
+    for (int64_t i = 0; i < pairs; ++i) turn_pair(cos[i], sin[i], head + 2 * i, head + 2 * i + 1);
+  } else {
+    for (int64_t i = 0; i < pairs; ++i) turn_pair(cos[i], sin[i], head + i, head + pairs + i);
+  }
+}
 
 // Rows of a tile share keys: they are the query heads of a key/value head at one position, then at the next.
 template <typename E>
@@ -30,11 +48,8 @@ class Decoder {
     if (!alone && units > 1 && jobs < 2 * threads()) return run_split(jobs, units);
     // A head's only tile writes the head's keys. If there are several tiles, all keys are written before.
     const bool owner = tiles_ == 1;
-    if (!owner) write_all();
-    return each(jobs, alone, [&](int64_t job) {
-      if (owner) write(job);
-      return run_tile(job);
-    });
+    if (!owner && !write_all()) return false;
+    return each(jobs, alone, [&](int64_t job) { return (!owner || write(job)) && run_tile(job); });
   }
 
  private:
@@ -88,8 +103,19 @@ class Decoder {
     return products;
   }
 
-  // Writes the new tokens of one batch row and key/value head.
-  void write(int64_t head) const {
+  // Returns a head as it meets others: itself, or its norm turned, in this thread's memory; null if that is exhausted.
+  const float* met(const float* head, const Norm& norm, int64_t b, int64_t token) const {
+    if (norm.weight == nullptr && call_.turns.cos == nullptr) return head;
+    float* changed = static_cast<float*>(scratch(sizeof(float) * call_.size, kHeadSlot));
+    if (changed == nullptr) return nullptr;
+    if (norm.weight) norm_row(norm, head, changed);
+    else std::memcpy(changed, head, sizeof(float) * call_.size);
+    if (call_.turns.cos) turn(call_.turns, b * call_.tokens + token, changed);
+    return changed;
+  }
+
+  // Writes the new tokens of one batch row and key/value head; returns false if memory is exhausted.
+  bool write(int64_t head) const {
     const int64_t b = head / call_.kv_heads, k = head % call_.kv_heads, size = call_.size;
     const int64_t tokens = valid_tokens(b), start = call_.start[b];
     const int64_t width = call_.new_width ? call_.new_width : call_.kv_heads;
@@ -97,17 +123,18 @@ class Decoder {
     for (int64_t t = first; t < end; ++t) {
       const int64_t from = ((b * call_.tokens + t) * width + k) * size;
       const int64_t to = (head * call_.slots + start + t) * (size + kTail<E>);
-      write_row(call_.new_keys + from, size, call_.keys + to);
+      const float* key = met(call_.new_keys + from, call_.key_norm, b, t);
+      if (key == nullptr) return false;
+      write_row(key, size, call_.keys + to);
       write_row(call_.new_values + from, size, call_.values + to);
     }
+    return true;
   }
 
-  void write_all() const {
+  bool write_all() const {
     const int64_t heads = call_.batch * call_.kv_heads;
-    each(heads, heads * call_.tokens * call_.size <= kCheapWrite, [&](int64_t head) {
-      write(head);
-      return true;
-    });
+    const bool alone = heads * call_.tokens * call_.size <= kCheapWrite;
+    return each(heads, alone, [&](int64_t head) { return write(head); });
   }
 
   // The rows of a head that a tile has: `rows` from `first` on. The first `valid` of them are computed.
@@ -144,9 +171,13 @@ class Decoder {
     tile->pairs = tile->rounds && has_pairs();
     tile->cap = call_.cap;
     const int64_t width = call_.query_width ? call_.query_width : call_.heads;
+    const int64_t first = int64_t{call_.query_start[share.b]} - call_.start[share.b];
     for (int64_t r = 0; r < share.valid; ++r) {
-      place_query(*tile, r, call_.query + offset(share, r, width), call_.size, call_.scale);
-      tile->ranges[r] = seen(share.b, (share.first + r) / group_);
+      const int64_t query = (share.first + r) / group_, token = larger(0, smaller(first + query, call_.tokens - 1));
+      const float* head = met(call_.query + offset(share, r, width), call_.query_norm, share.b, token);
+      if (head == nullptr) return false;
+      place_query(*tile, r, head, call_.size, call_.scale);
+      tile->ranges[r] = seen(share.b, query);
     }
     return true;
   }
@@ -178,8 +209,7 @@ class Decoder {
     const auto part = [&](int64_t job, int64_t unit) {
       return Sums::at(parts + (job * units + unit) * floats, tile_rows_, call_.size);
     };
-    write_all();
-    const bool good = each(jobs * units, false, [&](int64_t block) {
+    const bool good = write_all() && each(jobs * units, false, [&](int64_t block) {
       const Share of = share(block / units);
       Tile tile;
       if (!prepare(of, &tile)) return false;

@@ -6,9 +6,18 @@
 
 #include <cstdint>
 
+#include "norm.h"
 #include "simd.h"
 
 namespace prejit::attention {
+
+// How heads turn by their position (Su et al. 2021): component i with i + P, or 2i with 2i + 1. Those from 2P on stay.
+struct Turns {
+  const float* cos = nullptr;  // [B, T, P]; null: heads do not turn
+  const float* sin = nullptr;  // [B, T, P]
+  int64_t pairs = 0;           // P
+  bool interleaved = false;
+};
 
 // Arrays are row-major, and dense except as the last two fields allow. E is float, Bf16 or int8_t. Of int8_t the cache
 // is [B, K, S, H + 4]: behind the H integers of a vector is their factor, a float32.
@@ -29,6 +38,9 @@ struct DecoderCall {
   int64_t window;                // number of positions that a query sees, its own included; 0: all
   int64_t query_width = 0;       // heads from one position of query to the next; 0: N
   int64_t new_width = 0;         // heads from one position of new_keys, and new_values, to the next; 0: K
+  Norm query_norm = {};          // RMS norm of each query head before it turns; without a weight: none
+  Norm key_norm = {};            // the same of each new key head
+  Turns turns = {};              // of queries and of new keys
 };
 
 // Writes the valid new tokens into the cache, none at S or beyond, and attends to it: a query at position p sees 0 ..

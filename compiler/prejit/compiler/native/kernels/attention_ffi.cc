@@ -38,11 +38,35 @@ ffi::Error run(DecoderCall<E> call, const ffi::AnyBuffer& keys_before, const ffi
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_attention: out of memory");
 }
 
+// Reads how heads turn and, behind that, their norms, if a program passes them. Returns what is wrong with them.
+template <typename E>
+const char* read_changes(DecoderCall<E>& call, const ffi::RemainingArgs& changes) {
+  if (changes.size() == 0) return nullptr;
+  if (changes.size() != 2 && changes.size() != 4) return "prejit_attention: expected cos and sin, or these and two norms";
+  const auto cos = changes.get<FloatBuffer>(0), sin = changes.get<FloatBuffer>(1);
+  const char* angles = "prejit_attention: expected cos and sin, float32 [B, T, 1, P], P at most H / 2";
+  if (cos.has_error() || sin.has_error()) return angles;
+  const auto shape = cos->dimensions();
+  if (!same(shape, sin->dimensions()) || shape[0] != call.batch || shape[1] != call.tokens || shape[2] != 1 ||
+      2 * shape[3] > call.size) {
+    return angles;
+  }
+  call.turns.cos = cos->typed_data(), call.turns.sin = sin->typed_data(), call.turns.pairs = shape[3];
+  if (changes.size() == 2) return nullptr;
+  const auto query = changes.get<ffi::BufferR1<ffi::F32>>(2), key = changes.get<ffi::BufferR1<ffi::F32>>(3);
+  if (query.has_error() || key.has_error() || query->dimensions()[0] != call.size ||
+      key->dimensions()[0] != call.size) {
+    return "prejit_attention: expected norms of queries and keys, float32 [H]";
+  }
+  call.query_norm.weight = query->typed_data(), call.key_norm.weight = key->typed_data();
+  return nullptr;
+}
+
 ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_values, IntBuffer start, IntBuffer length,
                      IntBuffer query_start, ffi::AnyBuffer keys_before, ffi::AnyBuffer values_before,
-                     ffi::Result<FloatBuffer> out, ffi::Result<ffi::AnyBuffer> keys,
+                     ffi::RemainingArgs changes, ffi::Result<FloatBuffer> out, ffi::Result<ffi::AnyBuffer> keys,
                      ffi::Result<ffi::AnyBuffer> values, float scale, float softcap, int32_t window,
-                     int32_t key_head, int32_t value_head) {
+                     int32_t key_head, int32_t value_head, int32_t interleaved, float epsilon, float offset) {
   const auto q = query.dimensions(), n = new_keys.dimensions(), c = keys->dimensions();
   if (c.size() != 4) return invalid("prejit_attention: expected a cache [B, K, S, H]");
   const auto o = out->dimensions();
@@ -66,7 +90,7 @@ ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_va
   if (values->element_type() != dtype || keys_before.element_type() != dtype || values_before.element_type() != dtype) {
     return invalid("prejit_attention: expected keys and values of one dtype, found several");
   }
-  const auto call_of = [&](auto element) {
+  const auto run_with = [&](auto element) {
     DecoderCall<decltype(element)> call = {};
     call.batch = batch, call.queries = q[1], call.tokens = n[1], call.heads = heads;
     call.kv_heads = kv_heads, call.size = size, call.slots = c[2];
@@ -77,11 +101,15 @@ ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_va
     call.start = start.typed_data(), call.length = length.typed_data();
     call.query_start = query_start.typed_data();
     call.scale = scale, call.cap = softcap, call.window = window;
-    return call;
+    call.turns.interleaved = interleaved != 0;
+    call.query_norm.width = size, call.query_norm.epsilon = epsilon, call.query_norm.offset = offset;
+    call.key_norm = call.query_norm;
+    if (const char* wrong = read_changes(call, changes)) return invalid(wrong);
+    return run(call, keys_before, values_before, *keys, *values);
   };
-  if (dtype == ffi::F32) return run(call_of(float{}), keys_before, values_before, *keys, *values);
-  if (dtype == ffi::BF16) return run(call_of(Bf16{}), keys_before, values_before, *keys, *values);
-  if (dtype == ffi::S8) return run(call_of(int8_t{}), keys_before, values_before, *keys, *values);
+  if (dtype == ffi::F32) return run_with(float{});
+  if (dtype == ffi::BF16) return run_with(Bf16{});
+  if (dtype == ffi::S8) return run_with(int8_t{});
   return invalid("prejit_attention: expected a cache of float32, bfloat16 or int8, found another dtype");
 }
 
@@ -124,6 +152,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_attention, attention,
                                   .Arg<IntBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<FloatBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
@@ -131,7 +160,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_attention, attention,
                                   .Attr<float>("softcap")
                                   .Attr<int32_t>("window")
                                   .Attr<int32_t>("key_head")
-                                  .Attr<int32_t>("value_head"));
+                                  .Attr<int32_t>("value_head")
+                                  .Attr<int32_t>("interleaved")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset"));
 
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_encoder_attention(XLA_FFI_CallFrame*);
 

@@ -17,6 +17,10 @@ PREJIT_INLINE void along(const float* row, int64_t width, const Each& each) {
   if (i < width) each(load_first(row + i, width - i), i, width - i);
 }
 
+constexpr int64_t kBlockElements = 16384;  // About 5 us of work: less does not justify a thread.
+
+}  // namespace
+
 void norm_row(const Norm& n, const float* x, float* y) {
   const float count = static_cast<float>(n.width);
   float mean = 0;
@@ -45,10 +49,6 @@ void norm_row(const Norm& n, const float* x, float* y) {
       store_first(y + i, result, lanes);
   });
 }
-
-constexpr int64_t kBlockElements = 16384;  // About 5 us of work: less does not justify a thread.
-
-}  // namespace
 
 void norm(const Norm& n) {
   if (n.width == 0) return;

@@ -20,4 +20,7 @@ struct Norm {
 // Computes y on this thread and the helpers.
 void norm(const Norm& n);
 
+// Computes the norm of one row, [width]; y may be x.
+void norm_row(const Norm& n, const float* x, float* y);
+
 }  // namespace prejit
