@@ -3,7 +3,7 @@
 //
 //   x       [M, K]   ->  [M / 16][K / 2][16 rows] pairs of inputs       "group" of 16 rows, pack_group
 //   W chunk [32, K'] ->  [K' / 32][32 outputs][32 inputs] bfloat16      "panel", stays in L1, pack_panel
-//   sums             ->  [2 groups][2 halves][16 outputs][16 rows]      "tile", transposed and finished, transpose_tile
+//   sums             ->  [2 groups][2 halves][16 outputs][16 rows]      "tile", transposed and finished, finish_block
 //
 // With int8 weights a step has 64 inputs, four of them are where a pair is, and the two groups of a tile are the first and
 // the second digits of the same 16 rows (linear_digits.h). Those sums are exact.
@@ -53,9 +53,13 @@ constexpr int64_t kBytesAtOnce = 512;
 // Rows that are packed at once. Each part of them reads W again, from memory and into panels.
 constexpr int64_t kRowsAtOnce = 1024;
 
-// Maximum of a block: the tiles' inputs of one chunk (256 KB) and the sums (512 KB) stay in L2 while panels pass.
+// Maximum of a block: the tiles' inputs of one chunk (128 KB) and the sums (256 KB, twice that if gated) stay in L2 while
+// panels pass, beside what is fetched. With twice as many tiles products take a tenth longer, and a third in some minutes.
 constexpr int64_t kPanelsAtOnce = 8;
-constexpr int64_t kTilesAtOnce = 16;
+constexpr int64_t kTilesAtOnce = 8;
+
+// A row of y is fetched so many rows before it is written: stores to lines that are in no near cache would wait for them.
+constexpr int64_t kRowsAhead = 4;
 
 // Maximum tiles that read a panel in place: packing takes a fifth longer for these, and a tenth less for more tiles.
 constexpr int64_t kTilesInPlace = 2;
@@ -241,7 +245,6 @@ struct Step {
   int64_t input, inputs;
   int64_t panel;            // In the block.
   int64_t output, outputs;  // The first output, and their number.
-  bool ends;                // Whether it completes the sums.
 };
 
 template <typename W>
@@ -262,7 +265,6 @@ Step step_of(const Linear& p, const Block& block, int64_t index) {
   step.panel = index % block.panels;
   step.output = (block.panel + step.panel) * kPanel;
   step.outputs = least(p.outputs - step.output, kPanel);
-  step.ends = chunk + 1 == chunks && is_up == p.gated;
   return step;
 }
 
@@ -287,14 +289,14 @@ Fetch fetch_of(const Linear& p, const Step& next, int64_t tile, int64_t tiles, i
           steps ? parts_of(rows * lines, steps) : 0};
 }
 
-// Writes the sums of a tile row by row.
-void transpose_tile(const float* sums, int64_t groups, float* to) {
+// Writes the sums of a tile row by row: to[row, output], `width` floats from one row to the next.
+void transpose_tile(const float* sums, int64_t groups, float* to, int64_t width) {
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t half = 0; half < 2; ++half, sums += kGroup * kGroup) {
       Floats v[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) v[i] = load(sums + i * kGroup);
-      store_transposed(v, to + group * kGroup * kPanel + half * kGroup, kPanel);
+      store_transposed(v, to + group * kGroup * width + half * kGroup, width);
     }
 }
 
@@ -307,8 +309,8 @@ int64_t groups_of(const PackedRows& x, int64_t row, int64_t rows) {
   return 1;
 }
 
-// Adds up the weights of each output of a panel.
-void sum_weights(const int8_t* w, int64_t outputs, int64_t inputs, int32_t (&sums)[kPanel]) {
+// Adds up the weights of some outputs.
+void sum_weights(const int8_t* w, int64_t outputs, int64_t inputs, int32_t* sums) {
   for (int64_t output = 0; output < outputs; ++output, w += inputs) {
     Ints sum = {};
     for (int64_t k = 0; k < inputs; k += kStepBytes)
@@ -317,56 +319,87 @@ void sum_weights(const int8_t* w, int64_t outputs, int64_t inputs, int32_t (&sum
   }
 }
 
-// Writes the sums of rows of digits in the place of those of first ones.
-void add_digits(const Weights& weights, const Step& step, int64_t inputs, const Digits* digits, int64_t rows,
-                int64_t groups, float* by_row) {
-  bool has_zeros = false;
-  for (int64_t r = 0; r < rows; ++r) has_zeros = has_zeros || digits[r].zero != 0;
-  alignas(64) int32_t of_weights[kPanel] = {};
-  if (has_zeros)
-    sum_weights(static_cast<const int8_t*>(weights.data) + step.output * inputs, step.outputs, inputs, of_weights);
-  for (int64_t i = 0; i < rows * kPanel; i += kLanes) {
-    const Digits& row = digits[i / kPanel];
-    Ints first = load_as<Ints>(by_row + i), second = {};
-    if (groups == 2) second = load_as<Ints>(by_row + kGroup * kPanel + i);
-    first = first + load_as<Ints>(of_weights + i % kPanel) * row.zero;
-    store(by_row + i, fixed_sum(first, second, splat(row.factor)));
+// Writes the sums of a row of digits in the place of those of its first ones; the others lie kGroup rows behind them.
+void add_digits(const Digits& row, int64_t groups, const int32_t* of_weights, int64_t width, float* sums) {
+  for (int64_t i = 0; i < width; i += kLanes) {
+    Ints first = load_as<Ints>(sums + i), second = {};
+    if (groups == 2) second = load_as<Ints>(sums + kGroup * width + i);
+    if (row.zero) first = first + load_as<Ints>(of_weights + i) * row.zero;
+    store(sums + i, fixed_sum(first, second, splat(row.factor)));
+  }
+}
+
+// The sums of a block, tile by tile of each panel, and what is made of them; each is there twice if the product is gated.
+struct Sums {
+  float* tiles;         // [panels][tiles][kTileSums]
+  float* rows;          // [32][width] of one tile
+  int32_t* of_weights;  // [width], with digits whose rows have zeros
+  int64_t width;        // Outputs of whole panels.
+};
+
+bool has_zeros(const PackedRows& x, const Block& block) {
+  for (int64_t row = block.tile * kGroup; row < least((block.tile + block.tiles) * kGroup, x.rows); ++row)
+    if (x.digits[row].zero) return true;
+  return false;
+}
+
+// Makes y of the sums of a block. A row of y is written at once: its lines are one after the other.
+template <typename W>
+void finish_block(const Linear& p, const PackedRows& x, const Block& block, const Sums (&sums)[2]) {
+  int64_t first = block.panel * kPanel, outputs = least(p.outputs - first, block.panels * kPanel);
+  int64_t products = p.gated ? 2 : 1;
+  bool is_shifted = false;
+  if constexpr (kAreDigits<W>) is_shifted = has_zeros(x, block);
+  for (int64_t i = 0; is_shifted && i < products; ++i) {
+    const int8_t* w = static_cast<const int8_t*>((i ? p.up : p.weights).data);
+    sum_weights(w + first * p.inputs, outputs, p.inputs, sums[i].of_weights);
+  }
+  for (int64_t t = 0; t < block.tiles; ++t) {
+    int64_t row = (block.tile + t) * kTile<W>, rows = least(x.rows - row, kTile<W>);
+    int64_t groups = groups_of<W>(x, row, rows);
+    for (int64_t i = 0; i < products; ++i)
+      for (int64_t panel = 0; panel < block.panels; ++panel)
+        transpose_tile(sums[i].tiles + (panel * block.tiles + t) * kTileSums, groups, sums[i].rows + panel * kPanel,
+                       sums[i].width);
+    for (int64_t r = 0; r < rows; ++r) {
+      if (int64_t ahead = row + r + kRowsAhead; ahead < x.rows)
+        for (int64_t i = 0; i < outputs; i += kLanes) __builtin_prefetch(p.y + (x.first + ahead) * p.outputs + first + i, 1);
+      int64_t at = r * sums[0].width;
+      if constexpr (kAreDigits<W>)
+        for (int64_t i = 0; i < products; ++i)
+          add_digits(x.digits[row + r], groups, sums[i].of_weights, sums[i].width, sums[i].rows + at);
+      finish(p, sums[0].rows + at, p.gated ? sums[1].rows + at : nullptr, x.first + row + r, first, outputs);
+    }
   }
 }
 
 template <typename W>
 bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
-  int64_t all_sums = block.panels * block.tiles * kTileSums;
-  size_t panel_bytes = kBytesAtOnce * kPanel;
-  char* packed = static_cast<char*>(scratch(panel_bytes + all_sums * (p.gated ? 2 : 1) * sizeof(float), 1));
+  int64_t width = block.panels * kPanel, tile_floats = block.panels * block.tiles * kTileSums;
+  int64_t floats = tile_floats + kPanel * width + width, panel_floats = kBytesAtOnce * kPanel / 4;
+  float* packed = static_cast<float*>(scratch((panel_floats + floats * (p.gated ? 2 : 1)) * sizeof(float), 1));
   if (!packed) return false;
-  float* sums = reinterpret_cast<float*>(packed + panel_bytes);
+  Sums sums[2] = {};
+  for (int i = 0; i < (p.gated ? 2 : 1); ++i) {
+    float* at = packed + panel_floats + i * floats;
+    sums[i] = {at, at + tile_floats, reinterpret_cast<int32_t*>(at + tile_floats + kPanel * width), width};
+  }
   int64_t all_steps = block.panels * chunks_of<W>(p.inputs) * (p.gated ? 2 : 1);
   take_tiles();
   for (int64_t s = 0; s < all_steps; ++s) {
     Step step = step_of<W>(p, block, s), next = step_of<W>(p, block, s + 1 < all_steps ? s + 1 : s);
-    Panel panel = panel_of<W>(p, step, block.tiles, packed);
-    for (int64_t t = 0; t < block.tiles; ++t) {
-      int64_t row = (block.tile + t) * kTile<W>, rows = least(x.rows - row, kTile<W>);
-      int64_t groups = groups_of<W>(x, row, rows), steps = parts_of(step.inputs, kStep<W>);
-      float* tile = sums + (step.panel * block.tiles + t) * kTileSums;
-      float* to = step.weights == &p.up ? tile + all_sums : tile;
+    Panel panel = panel_of<W>(p, step, block.tiles, reinterpret_cast<char*>(packed));
+    float* to = sums[step.weights == &p.up].tiles + step.panel * block.tiles * kTileSums;
+    for (int64_t t = 0; t < block.tiles; ++t, to += kTileSums) {
+      int64_t row = (block.tile + t) * kTile<W>, steps = parts_of(step.inputs, kStep<W>);
+      int64_t groups = groups_of<W>(x, row, least(x.rows - row, kTile<W>));
       const uint32_t* group = x.data + row * 2 / kTile<W> * x.group_words + step.input / kStep<W> * kStepWords;
       multiply<W>(groups, {panel, group, x.group_words, steps, step.input == 0, to,
                            fetch_of<W>(p, next, t, block.tiles, steps)});
-      if (!step.ends) continue;
-      alignas(64) float by_row[kTileSums], up_by_row[kTileSums];
-      transpose_tile(tile, groups, by_row);
-      if (p.gated) transpose_tile(to, groups, up_by_row);
-      if constexpr (kAreDigits<W>) {
-        add_digits(p.weights, step, p.inputs, x.digits + row, rows, groups, by_row);
-        if (p.gated) add_digits(p.up, step, p.inputs, x.digits + row, rows, groups, up_by_row);
-      }
-      for (int64_t r = 0; r < rows; ++r)
-        finish(p, by_row + r * kPanel, up_by_row + r * kPanel, x.first + row + r, step.output, step.outputs);
     }
   }
   release_tiles();
+  finish_block<W>(p, x, block, sums);
   return true;
 }
 
