@@ -101,10 +101,8 @@ bool decoder(Random& random) {
     length.data[b] = static_cast<int32_t>(random.below(tokens + 1));
   }
   const double tolerance = sizeof(E) == sizeof(Bf16) ? 4e-3 : 1e-5;  // With a cache of bfloat16 weights are rounded, too.
-  DecoderCall<E> call{batch,           tokens,          tokens,     heads,       kv_heads,   size,
-                      slots,           query.data,      new_keys.data, new_values.data, start.data, length.data,
-                      start.data,      keys.data,       values.data,   out.data,        0.25f,      0,
-                      window};
+  DecoderCall<E> call{batch, tokens, tokens, heads, kv_heads, size, slots, query.data, new_keys.data, new_values.data,
+                      start.data, length.data, start.data, keys.data, values.data, out.data, 0.25f, 0, window};
   // Heads that are normed already keep their values, and so do those that turn by no angle: what is expected stays.
   Array<float> cos(batch * tokens * random.below(size / 2 + 1)), sin(cos.size), ones(size);
   for (int64_t i = 0; i < cos.size; ++i) cos.data[i] = 1, sin.data[i] = 0;
